@@ -1,0 +1,24 @@
+"""Text in, text out: tokenizers, chat templates, incremental detokenizing and stop strings.
+
+Knows token ids and strings; knows no request, no RPC, no queue and no model weights.
+"""
+
+from service.text.chat import ChatTemplates
+from service.text.errors import ChatTemplateError, TextError, TokenizerError
+from service.text.generation import GenerationDefaults
+from service.text.stops import StopSet
+from service.text.stream import Delta, OutputText
+from service.text.tokenizer import TextTokenizer, load_tokenizer
+
+__all__ = [
+    "ChatTemplateError",
+    "ChatTemplates",
+    "Delta",
+    "GenerationDefaults",
+    "OutputText",
+    "StopSet",
+    "TextError",
+    "TextTokenizer",
+    "TokenizerError",
+    "load_tokenizer",
+]
