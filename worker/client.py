@@ -1,0 +1,102 @@
+"""All that the service may know of workers: the only module of `worker` that `service` imports.
+
+A front submits through a WorkerPool; the main process runs workers through a WorkerSupervisor, and passes
+`supervisor.authkey` and every change of `supervisor.reports()` (picklable) on to the fronts' pools.
+Importing this loads no engine and no kernel.
+"""
+
+from __future__ import annotations
+
+from engine.config.generation import GenerationDefaults
+from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from engine.interface import (
+    MAX_LOGPROBS,
+    PAGE_SIZE,
+    EngineCapacity,
+    EngineInfo,
+    IntArray,
+    Sampling,
+    TokenLogprobs,
+)
+from engine.options import EngineOptions
+from worker.generation import (
+    AnswerFinished,
+    AnswerStarted,
+    AnswerUpdate,
+    Generation,
+    GenerationRequest,
+    Rejection,
+    Update,
+)
+from worker.messages import (
+    FinishReason,
+    HistogramData,
+    MetricData,
+    ProfileDone,
+    RejectReason,
+    StageStats,
+    Status,
+)
+from worker.metrics import (
+    DURATION_BOUNDS_S,
+    LATENCY_BOUNDS_S,
+    SIZE_BOUNDS,
+    Counter,
+    Gauge,
+    Histogram,
+    MetricsRegistry,
+    merge_metrics,
+)
+from worker.options import PoolOptions, RestartPolicy, WorkerOptions
+from worker.pool import WorkerPool, WorkerView
+from worker.reports import WorkerReport, WorkerState
+from worker.spawning import spawn_process
+from worker.supervisor import WorkerFailed, WorkerSupervisor
+
+__all__ = [
+    "DURATION_BOUNDS_S",
+    "LATENCY_BOUNDS_S",
+    "MAX_LOGPROBS",
+    "PAGE_SIZE",
+    "SIZE_BOUNDS",
+    "AnswerFinished",
+    "AnswerStarted",
+    "AnswerUpdate",
+    "CheckpointError",
+    "ConfigError",
+    "Counter",
+    "EngineCapacity",
+    "EngineInfo",
+    "EngineOptions",
+    "FinishReason",
+    "Gauge",
+    "Generation",
+    "GenerationDefaults",
+    "GenerationRequest",
+    "Histogram",
+    "HistogramData",
+    "IntArray",
+    "MetricData",
+    "MetricsRegistry",
+    "ModelError",
+    "PoolOptions",
+    "ProfileDone",
+    "RejectReason",
+    "Rejection",
+    "RestartPolicy",
+    "Sampling",
+    "StageStats",
+    "Status",
+    "TokenLogprobs",
+    "UnsupportedModelError",
+    "Update",
+    "WorkerFailed",
+    "WorkerOptions",
+    "WorkerPool",
+    "WorkerReport",
+    "WorkerState",
+    "WorkerSupervisor",
+    "WorkerView",
+    "merge_metrics",
+    "spawn_process",
+]

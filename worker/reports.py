@@ -1,0 +1,90 @@
+"""What a worker tells its supervisor, and what the supervisor tells everybody about a worker. Plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from engine.interface import EngineCapacity, EngineInfo
+
+
+class WorkerState(IntEnum):
+    """The same numbers as slipstream.v1.WorkerState."""
+
+    LOADING = 1
+    READY = 2
+    DRAINING = 3
+    RESTARTING = 4
+    """Died; being started again."""
+    FAILED = 5
+    """Given up: it could not load, or died too often."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """One worker as the supervisor sees it."""
+
+    index: int
+    state: WorkerState
+    generation: int = 0
+    """Counts the starts of this worker, from 0."""
+    pid: int | None = None
+    address: str | None = None
+    """Of the worker's socket; set while it takes connections."""
+    load_stage: str = ""
+    load_progress: float = 0.0
+    """0 to 1."""
+    restarts: int = 0
+    last_error: str = ""
+    info: EngineInfo | None = None
+    """Of this or the last generation that loaded."""
+    capacity: EngineCapacity | None = None
+
+
+# ---- worker → supervisor, over the pipe between them
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    stage: str
+    progress: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine is loaded and the socket accepts connections."""
+
+    address: str
+    info: EngineInfo
+    capacity: EngineCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A sequence has finished on this generation: its death, should it come, is not one at start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker is about to end itself."""
+
+    message: str
+    is_user_error: bool
+    """Starting it again would fail in the same way (bad model, impossible options)."""
+
+
+# ---- supervisor → worker
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Admit no new request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End now."""
+
+
+WorkerToSupervisor = Loading | Ready | Served | Failed
+SupervisorToWorker = Drain | Stop
