@@ -1,0 +1,1 @@
+"""The scheduler's parts, one idea each; `worker.scheduler` puts them together."""
