@@ -1,0 +1,135 @@
+"""How client commands reach a server: where, with which security, and how a failure is told to a person.
+
+Every failure is one clear line on stderr and a non-zero exit code; never a traceback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import typer
+
+from service.cli.flags import flag
+
+if TYPE_CHECKING:
+    import grpc
+
+_GROUP = "Connection"
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+# A long answer with log-probabilities can pass gRPC's default of 4 MB.
+_CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Flags that say which server to talk to."""
+
+    target: str = flag(
+        "The server's address.",
+        group=_GROUP,
+        default="127.0.0.1:50051",
+        envvar="SLIPSTREAM_TARGET",
+        metavar="HOST:PORT",
+    )
+    token: str | None = flag(
+        "Bearer token, where the server asks for one.", group=_GROUP, envvar="SLIPSTREAM_TOKEN", metavar="TOKEN"
+    )
+    tls: bool = flag(
+        "Use TLS, trusting the system's authorities.", group=_GROUP, default=False, names=("--tls",)
+    )
+    tls_ca: Path | None = flag("Use TLS, trusting this authority (PEM).", group=_GROUP, metavar="FILE")
+    tls_cert: Path | None = flag(
+        "Client certificate (PEM), for mutual TLS. Needs --tls-key.", group=_GROUP, metavar="FILE"
+    )
+    tls_key: Path | None = flag("Private key (PEM) of the client certificate.", group=_GROUP, metavar="FILE")
+
+    @property
+    def is_secure(self) -> bool:
+        return self.tls or self.tls_ca is not None or self.tls_cert is not None
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What each call carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else ()
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """TLS credentials from the files. Raises OSError."""
+        import grpc
+
+        root = self.tls_ca.read_bytes() if self.tls_ca else None
+        key = self.tls_key.read_bytes() if self.tls_key else None
+        certificate = self.tls_cert.read_bytes() if self.tls_cert else None
+        return grpc.ssl_channel_credentials(root, key, certificate)
+
+    def open(self) -> grpc.Channel:
+        """A blocking channel. Connects at the first call."""
+        import grpc
+
+        if self.is_secure:
+            return grpc.secure_channel(self.target, self.credentials(), _CHANNEL_OPTIONS)
+        return grpc.insecure_channel(self.target, _CHANNEL_OPTIONS)
+
+    def open_async(self) -> grpc.aio.Channel:
+        """The same for asyncio."""
+        import grpc.aio
+
+        if self.is_secure:
+            return grpc.aio.secure_channel(self.target, self.credentials(), _CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(self.target, _CHANNEL_OPTIONS)
+
+
+def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
+    """One line on stderr, then out."""
+    typer.secho(f"error: {message}", fg="red", err=True)
+    raise typer.Exit(code)
+
+
+@contextmanager
+def reporting_failures(connection: Connection) -> Iterator[None]:
+    """Turns whatever a call can end with into one line and an exit code."""
+    import grpc
+
+    try:
+        yield
+    except grpc.RpcError as error:
+        fail(describe(error, connection.target))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        typer.echo(err=True)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+def describe(error: Any, target: str) -> str:
+    """A failed call in one line: the status, what was wrong, and when to try again."""
+    import grpc
+
+    code, details = error.code(), error.details() or ""
+    no_connection = ("failed to connect", "connection refused", "dns resolution failed", "name resolution")
+    if code is grpc.StatusCode.UNAVAILABLE and any(phrase in details.lower() for phrase in no_connection):
+        return f"no server answers at {target}; is `slipstream serve` running there?"
+    wait = _retry_delay(error)
+    advice = f" (try again in {wait:.1f} s)" if wait else ""
+    return f"{code.name}: {' '.join(details.split())}{advice}"
+
+
+def _retry_delay(error: Any) -> float | None:
+    """Seconds of the error's google.rpc.RetryInfo. Field violations need no such care: the status
+    message names them all."""
+    from google.rpc.error_details_pb2 import RetryInfo
+    from grpc_status import rpc_status
+
+    try:
+        status = rpc_status.from_call(error)
+    except ValueError:  # code or message of the details disagree with the call's own
+        return None
+    for detail in status.details if status else ():
+        info = RetryInfo()
+        if detail.Unpack(info):
+            return float(info.retry_delay.ToTimedelta().total_seconds())
+    return None

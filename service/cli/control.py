@@ -1,0 +1,174 @@
+"""The commands of whoever runs a server: status, metrics, health, drain, abort."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.connection import EXIT_FAILED, Connection, reporting_failures
+
+if TYPE_CHECKING:
+    from protos.slipstream.v1.control_pb2 import GetStatusResponse, WorkerStatus
+    from rich.table import Table
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
+
+
+def status(connection: Connection, as_json: JsonFlag = False) -> None:
+    """Show what the server is doing: state, workers, queues, pages, memory.
+
+    Answers while the model still loads, too.
+    """
+    from google.protobuf.json_format import MessageToJson
+    from protos.slipstream.v1.control_pb2 import GetStatusRequest
+    from protos.slipstream.v1.control_pb2_grpc import ControlStub
+
+    with reporting_failures(connection), connection.open() as channel:
+        answer = ControlStub(channel).GetStatus(GetStatusRequest(), metadata=connection.metadata())
+    if as_json:
+        typer.echo(MessageToJson(answer, preserving_proto_field_name=True))
+    else:
+        _print_status(answer)
+
+
+def metrics(connection: Connection, as_json: JsonFlag = False) -> None:
+    """Print all metrics in the Prometheus text format, or as JSON."""
+    from google.protobuf.json_format import MessageToJson
+    from protos.slipstream.v1.control_pb2 import GetMetricsRequest
+    from protos.slipstream.v1.control_pb2_grpc import ControlStub
+
+    with reporting_failures(connection), connection.open() as channel:
+        answer = ControlStub(channel).GetMetrics(GetMetricsRequest(), metadata=connection.metadata())
+    if as_json:
+        answer.prometheus_text = ""
+        typer.echo(MessageToJson(answer, preserving_proto_field_name=True))
+    else:
+        typer.echo(answer.prometheus_text, nl=False)
+
+
+def health(
+    connection: Connection,
+    service: Annotated[
+        str, typer.Option(help='"" is readiness; "liveness" is whether the process answers at all.')
+    ] = "",
+    wait: Annotated[
+        float, typer.Option(help="Wait up to so many seconds until it serves.", min=0, metavar="SECONDS")
+    ] = 0.0,
+) -> None:
+    """Ask whether the server is ready. Exit code 0 if it serves, 1 if not.
+
+    Example, in a start-up script: slipstream health --wait 60
+    """
+    from service.cli.waiting import wait_until_serving
+
+    with reporting_failures(connection):
+        state = wait_until_serving(connection, service, wait)
+    typer.echo(state)
+    if state != "SERVING":
+        raise typer.Exit(EXIT_FAILED)
+
+
+def drain(
+    connection: Connection,
+    timeout: Annotated[
+        float | None, typer.Option(help="Seconds until running requests are ended. Default: when they finish.", min=0)
+    ] = None,
+) -> None:
+    """Let the server finish its running requests, take no new ones, and then exit."""
+    from google.protobuf.duration_pb2 import Duration
+    from protos.slipstream.v1.control_pb2 import DrainRequest
+    from protos.slipstream.v1.control_pb2_grpc import ControlStub
+
+    request = DrainRequest()
+    if timeout is not None:
+        duration = Duration()
+        duration.FromMilliseconds(round(timeout * 1e3))
+        request.timeout.CopyFrom(duration)
+    with reporting_failures(connection), connection.open() as channel:
+        answer = ControlStub(channel).Drain(request, metadata=connection.metadata())
+    typer.echo(f"draining: {answer.remaining} requests left on the process that answered")
+
+
+def abort(
+    connection: Connection,
+    request_id: Annotated[str, typer.Argument(help="The request's id, as in logs.", show_default=False)],
+) -> None:
+    """End a request by its id, queued or running. An unknown id is no error."""
+    from protos.slipstream.v1.inference_pb2 import AbortRequest
+    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
+
+    with reporting_failures(connection), connection.open() as channel:
+        answer = InferenceStub(channel).Abort(
+            AbortRequest(request_id=request_id), metadata=connection.metadata()
+        )
+    typer.echo("aborted" if answer.found else "no such request is queued or running")
+
+
+def _print_status(answer: GetStatusResponse) -> None:
+    from protos.slipstream.v1.control_pb2 import ServerState
+    from rich.console import Console
+
+    console = Console()
+    state = ServerState.Name(answer.state).removeprefix("SERVER_STATE_")
+    colour = {"SERVING": "green", "LOADING": "yellow", "DEGRADED": "yellow"}.get(state, "red")
+    console.print(
+        f"[bold {colour}]{state}[/]  slipstream {answer.version}, up {_duration(answer.uptime_seconds)}, "
+        f"{answer.fronts} front(s), {answer.open_streams} open stream(s) on front {answer.front}"
+    )
+    console.print(_worker_table(answer.workers))
+    for worker in answer.workers:
+        memory = "  ".join(f"{name} {_size(size)}" for name, size in sorted(worker.memory_plan.items()))
+        if memory:
+            console.print(f"worker {worker.index} memory: {memory}", highlight=False)
+        for fallback in worker.fallbacks:
+            console.print(f"[yellow]worker {worker.index}: {fallback}[/]", highlight=False)
+        if worker.last_error:
+            console.print(f"[red]worker {worker.index}: {worker.last_error}[/]", highlight=False)
+
+
+def _worker_table(workers: list[WorkerStatus]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for title in ("worker", "state", "engine", "pid", "running", "waiting", "paused", "pages used", "steps", "restarts"):
+        table.add_column(title, justify="left" if title in ("state", "engine") else "right")
+    for worker in workers:
+        used = worker.pages - worker.pages_free
+        table.add_row(
+            str(worker.index),
+            _worker_state(worker),
+            f"{worker.engine} on {worker.device}" if worker.engine else "–",
+            str(worker.pid or "–"),
+            f"{worker.running}/{worker.slots}",
+            str(worker.waiting),
+            str(worker.paused),
+            f"{used}/{worker.pages}",
+            str(worker.steps),
+            str(worker.restarts),
+        )
+    return table
+
+
+def _worker_state(worker: WorkerStatus) -> str:
+    from protos.slipstream.v1.control_pb2 import WorkerState
+
+    state: str = WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+    if worker.load_stage and state in ("loading", "restarting"):
+        return f"{state}: {worker.load_stage} {worker.load_progress:.0%}"
+    return state
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02}m" if hours else f"{minutes}m {rest:02}s" if minutes else f"{rest}s"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

@@ -1,0 +1,244 @@
+"""What `slipstream serve` can be told: one typed record, read once at start and passed down.
+
+Each value comes from the first of: a flag, a SLIPSTREAM_* environment variable, a TOML file, the
+default. Nothing reads the environment afterwards. Knows no process, no RPC and no engine.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+ENVIRONMENT_PREFIX = "SLIPSTREAM_"
+
+EngineChoice = Literal["auto", "cuda", "reference", "simulated"]
+LogFormat = Literal["text", "json"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+
+class OptionsError(Exception):
+    """A value that cannot be used; the message names the option, where it came from and what to do."""
+
+
+def _option(group: str, help_text: str, default: Any = None) -> Any:
+    return field(default=default, metadata={"group": group, "help": help_text})
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """Every choice of `slipstream serve`. Fields are flags (`max_queued` is --max-queued), variables
+    (SLIPSTREAM_MAX_QUEUED) and TOML keys (max_queued or max-queued)."""
+
+    model: str = _option(
+        "Model",
+        "What to serve: a checkpoint folder, a .gguf file, a Hugging Face id such as "
+        "Qwen/Qwen3-1.7B, or a demo model's name (smollm2-135m-instruct).",
+        "",
+    )
+    served_name: str | None = _option(
+        "Model", "The name that requests use. Default: the last part of the model's name."
+    )
+
+    engine: EngineChoice = _option(
+        "Engine",
+        "cuda needs an NVIDIA GPU; reference runs on any machine; simulated answers at once with "
+        "meaningless tokens, for load tests; auto takes cuda where it can.",
+        "auto",
+    )
+    workers: int = _option("Engine", "Worker processes. With cuda, one for each GPU.", 1)
+    max_sequences: int = _option("Engine", "Requests that run at once, per worker.", 16)
+    max_sequence_length: int | None = _option(
+        "Engine",
+        "Most tokens of prompt and answer together. Default: the model's own limit, as far as memory allows.",
+    )
+    max_step_tokens: int = _option(
+        "Engine", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.", 2048
+    )
+    kv_pages: int | None = _option(
+        "Engine", "Pages of 64 tokens for keys and values. Default: what memory allows."
+    )
+    memory_fraction: float = _option("Engine", "Share of the device's memory to use, above 0 up to 1.", 0.9)
+    threads: int | None = _option("Engine", "CPU threads of the reference engine. Default: all cores.")
+    simulated_step_us: float = _option(
+        "Engine", "Time that a step of the simulated engine takes, in microseconds.", 0.0
+    )
+
+    host: str = _option(
+        "Network", "Address to listen on. 0.0.0.0 or :: listens on every interface.", "127.0.0.1"
+    )
+    port: int = _option("Network", "gRPC port. 0 picks a free one and prints it.", 50051)
+    metrics_port: int = _option(
+        "Network", "HTTP port for /metrics, /healthz and /readyz, on the same address. 0 turns it off.", 9400
+    )
+    fronts: int = _option(
+        "Network", "Processes that answer gRPC on the one port. More move more streams, if cores are free.", 1
+    )
+    reflection: bool = _option(
+        "Network", "Let tools such as grpcurl list services without .proto files.", True
+    )
+
+    tls_cert: Path | None = _option("Security", "PEM file with the server's certificate chain. Needs --tls-key.")
+    tls_key: Path | None = _option("Security", "PEM file with the certificate's private key.")
+    tls_client_ca: Path | None = _option(
+        "Security", "PEM file with the authority that client certificates must come from (mutual TLS)."
+    )
+    auth_token_file: Path | None = _option(
+        "Security",
+        "File with one bearer token a line; calls must then send 'authorization: Bearer TOKEN'. "
+        "Health checks stay open.",
+    )
+
+    max_queued: int = _option("Limits", "Requests that may wait, per worker, before RESOURCE_EXHAUSTED.", 256)
+    drain_timeout: float | None = _option(
+        "Limits", "Seconds that running requests get to finish at shutdown. Default: as long as they need."
+    )
+
+    log_format: LogFormat = _option("Logs", "text for people, json for machines. Logs go to stderr.", "text")
+    log_level: LogLevel = _option("Logs", "Least severe events to log.", "info")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedOptions:
+    """The options, and where each value came from, by field name."""
+
+    options: ServeOptions
+    sources: dict[str, str]
+    warnings: tuple[str, ...] = ()
+
+
+def option_fields() -> Iterator[tuple[Field[Any], Any]]:
+    """Each field of ServeOptions with its resolved type."""
+    hints = get_type_hints(ServeOptions)
+    for item in fields(ServeOptions):
+        yield item, hints[item.name]
+
+
+def flag_name(field_name: str) -> str:
+    return "--" + field_name.replace("_", "-")
+
+
+def load_options(
+    flags: Mapping[str, Any], environment: Mapping[str, str], config: Path | None = None
+) -> LoadedOptions:
+    """Merges the sources. `flags` holds only what was given on the command line, by field name.
+
+    Raises OptionsError for an unreadable file, an unknown key, or a value that cannot be used.
+    """
+    config = config or _path_or_none(environment.get(f"{ENVIRONMENT_PREFIX}CONFIG"))
+    from_file = _read_file(config) if config else {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    warnings: list[str] = []
+    for item, kind in option_fields():
+        name, variable = item.name, ENVIRONMENT_PREFIX + item.name.upper()
+        text = environment.get(variable)
+        if text is not None and _is_service_link(text):
+            warnings.append(f"{variable}={text} is a Kubernetes service link, not an option; ignored")
+            text = None
+        if name in flags:
+            values[name], sources[name] = _convert(flags[name], kind, flag_name(name)), flag_name(name)
+        elif text is not None:
+            values[name], sources[name] = _convert(text, kind, variable), variable
+        elif name in from_file:
+            origin = f"{config}: {name}"
+            values[name], sources[name] = _convert(from_file[name], kind, origin), str(config)
+        else:
+            sources[name] = "default"
+    options = ServeOptions(**values)
+    _validate(options, sources)
+    return LoadedOptions(options, sources, tuple(warnings))
+
+
+def _path_or_none(text: str | None) -> Path | None:
+    return Path(text) if text else None
+
+
+def _is_service_link(text: str) -> bool:
+    """Kubernetes sets SLIPSTREAM_PORT=tcp://10.0.0.7:50051 in every pod if a Service is called slipstream."""
+    return text.startswith(("tcp://", "udp://"))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionsError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise OptionsError(f"{path} is not valid TOML: {error}") from error
+    known = [item.name for item in fields(ServeOptions)]
+    result = {}
+    for key, value in data.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise OptionsError(f"{path}: unknown option {key!r}{hint}")
+        result[name] = value
+    return result
+
+
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+
+
+def _convert(value: Any, kind: Any, origin: str) -> Any:
+    """`value`, from a flag, a variable's text or TOML, as type `kind`. Raises OptionsError."""
+    if get_origin(kind) in (Union, types.UnionType):
+        if value is None or value == "":
+            return None
+        kind = next(choice for choice in get_args(kind) if choice is not type(None))
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise OptionsError(f"{origin}: {value!r} is not one of {', '.join(get_args(kind))}")
+        return value
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in _BOOLEANS:
+            return _BOOLEANS[value.lower()]
+        raise OptionsError(f"{origin}: {value!r} is not true or false")
+    if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        raise OptionsError(f"{origin}: {value!r} is not {_noun(kind)}")
+    if kind is str and not isinstance(value, str):
+        raise OptionsError(f"{origin}: {value!r} is not {_noun(kind)}")
+    try:
+        return kind(value)
+    except (TypeError, ValueError) as error:
+        raise OptionsError(f"{origin}: {value!r} is not {_noun(kind)}") from error
+
+
+def _noun(kind: Any) -> str:
+    return {int: "a whole number", float: "a number", str: "a text", Path: "a path"}.get(kind, str(kind))
+
+
+def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
+    """Raises OptionsError for the first value out of range or pair that does not go together."""
+
+    def require(holds: bool, name: str, complaint: str) -> None:
+        if not holds:
+            flag = flag_name(name)
+            origin = "" if sources[name] in (flag, "default") else f" (from {sources[name]})"
+            raise OptionsError(f"{flag} {complaint}{origin}")
+
+    for name in ("port", "metrics_port"):
+        require(0 <= getattr(options, name) <= 65535, name, "must be from 0 to 65535")
+    same_port = options.port != 0 and options.port == options.metrics_port
+    require(not same_port, "metrics_port", "must differ from --port")
+    for name in ("workers", "fronts", "max_sequences", "max_step_tokens", "max_queued"):
+        require(getattr(options, name) >= 1, name, "must be at least 1")
+    for name in ("max_sequence_length", "kv_pages", "threads"):
+        value = getattr(options, name)
+        require(value is None or value >= 1, name, "must be at least 1")
+    require(0 < options.memory_fraction <= 1, "memory_fraction", "must be above 0 and at most 1")
+    require(options.simulated_step_us >= 0, "simulated_step_us", "must not be negative")
+    timeout = options.drain_timeout
+    require(timeout is None or timeout >= 0, "drain_timeout", "must not be negative")
+    require((options.tls_cert is None) == (options.tls_key is None), "tls_cert", "and --tls-key go together")
+    require(options.tls_client_ca is None or options.tls_cert is not None, "tls_client_ca", "needs --tls-cert")
+    for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
+        path = getattr(options, name)
+        require(path is None or path.is_file(), name, f"names {path}, which is not a file")
