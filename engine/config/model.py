@@ -6,6 +6,7 @@ runs. Fields are resolved: nothing is left to a default that the engine would ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -194,6 +195,18 @@ class ModelConfig:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weight_format: WeightFormat = field(default_factory=WeightFormat)
     """How quantised weights are stored in the checkpoint."""
+
+    @classmethod
+    def from_hf(
+        cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None
+    ) -> ModelConfig:
+        """Reads a parsed config.json and, if there is one, generation_config.json.
+
+        Raises UnsupportedModelError for what is not implemented, by name; ConfigError for what is malformed.
+        """
+        from engine.config.hugging_face import model_config_from_hf
+
+        return model_config_from_hf(config, generation)
 
     @property
     def n_layers(self) -> int:

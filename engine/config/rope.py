@@ -97,7 +97,7 @@ def _yarn(rope: RopeSpec) -> NDArray[np.float32]:
         high += 0.001
     ramp = np.clip((np.arange(rope.rotary_dim // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     kept = _plain(rope)
-    return (kept / rope.factor * ramp + kept * (1 - ramp)).astype(np.float32)
+    return np.asarray(kept / rope.factor * ramp + kept * (1 - ramp), np.float32)
 
 
 def _proportional(rope: RopeSpec) -> NDArray[np.float32]:

@@ -1,0 +1,24 @@
+"""The table of model families: who reads which configuration, and how its tensors are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from engine.config.model import ModelConfig
+from engine.config.reader import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One mapping from a configuration to a ModelConfig."""
+
+    name: str
+    model_types: tuple[str, ...]
+    """`model_type` of the (text) configuration."""
+    architectures: tuple[str, ...]
+    """`architectures` entries of checkpoints with such a text model, wrappers included."""
+    read: Callable[[Section, str], ModelConfig]
+    """(text configuration, architecture) → ModelConfig. Raises ConfigError."""
+    tensor_names: Mapping[str, str] = field(default_factory=dict)
+    """Canonical → own names where they differ from the common ones; see engine.checkpoint.naming."""
