@@ -49,7 +49,8 @@ from worker.metrics import (
 )
 from worker.options import PoolOptions, RestartPolicy, WorkerOptions
 from worker.pool import WorkerPool, WorkerView
-from worker.reports import WorkerReport, WorkerState
+from worker.reports import WorkerDeath, WorkerReport, WorkerState
+from worker.scheduling.options import SchedulerOptions
 from worker.spawning import spawn_process
 from worker.supervisor import WorkerFailed, WorkerSupervisor
 
@@ -85,11 +86,13 @@ __all__ = [
     "Rejection",
     "RestartPolicy",
     "Sampling",
+    "SchedulerOptions",
     "StageStats",
     "Status",
     "TokenLogprobs",
     "UnsupportedModelError",
     "Update",
+    "WorkerDeath",
     "WorkerFailed",
     "WorkerOptions",
     "WorkerPool",

@@ -66,6 +66,8 @@ class Submit:
     and min_tokens still count from the beginning."""
     is_resubmission: bool = False
     """Admitted whatever the queue's length: the client already has part of the answer."""
+    is_suspect: bool = False
+    """Was running when a worker died: such requests start one at a time, each announced by TrialStarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,13 @@ class Hello:
     pid: int
     info: EngineInfo
     capacity: EngineCapacity
+
+
+@dataclass(frozen=True, slots=True)
+class TrialStarted:
+    """A suspect's turn has come: sent before the first step that works on it."""
+
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +246,9 @@ class Status:
     preemptions: int
     is_draining: bool
     metrics: list[MetricData]
+    has_room: bool = True
+    """Whether a request that came now would be queued rather than rejected."""
 
 
 FrontToWorker = Submit | Cancel | Abort | SetPaused | ProfileStart | Ping
-WorkerToFront = Hello | StepTokens | Rejected | AbortDone | ProfileDone | Status
+WorkerToFront = Hello | TrialStarted | StepTokens | Rejected | AbortDone | ProfileDone | Status

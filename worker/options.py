@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.options import EngineOptions
+from worker.scheduling.options import SchedulerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,10 +16,8 @@ class WorkerOptions:
     engine: EngineOptions
     """Worker i runs on device engine.device + i."""
     workers: int = 1
-    max_queued: int = 256
-    """Requests that may wait in each worker before RejectReason.QUEUE_FULL."""
-    prefix_cache: bool = True
-    """Share pages of equal prompt beginnings."""
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    """Its max_queued bounds each worker's queue."""
     hang_timeout_s: float = 300.0
     """A worker whose step takes longer ends itself, to be started anew. Generous: a step may compile."""
     configure_logs: Callable[..., None] | None = None

@@ -1,8 +1,8 @@
-"""A front's view of all workers: places requests, gathers their tokens, carries them over a worker's death."""
+"""A front's view of all workers: places requests, gathers tokens, carries streams over a worker's death."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from worker.generation import Generation, GenerationRequest
@@ -24,8 +24,15 @@ class WorkerView:
 class WorkerPool:
     """Used from one asyncio event loop."""
 
-    def __init__(self, front: int, authkey: bytes, options: PoolOptions = DEFAULT_POOL) -> None:
-        """`front` names this front in logs; `authkey` is WorkerSupervisor.authkey."""
+    def __init__(
+        self,
+        front: int,
+        authkey: bytes,
+        options: PoolOptions = DEFAULT_POOL,
+        on_change: Callable[[], None] | None = None,
+    ) -> None:
+        """`front` names this front in logs; `authkey` is WorkerSupervisor.authkey; `on_change` is called
+        when a worker connects or goes, or has_room may have changed."""
         raise NotImplementedError
 
     def update(self, reports: Sequence[WorkerReport]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -21,6 +22,21 @@ class WorkerState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDeath:
+    """How one generation of a worker ended, unasked."""
+
+    generation: int
+    exit_code: int
+    """As multiprocessing has it: −n for signal n."""
+
+    @property
+    def was_killed(self) -> bool:
+        """By a signal that only comes from outside: SIGKILL (an operator, the kernel short of memory) or
+        SIGTERM. A crash or an engine error is the worker's own doing, or a request's."""
+        return self.exit_code in (-signal.SIGKILL, -signal.SIGTERM)
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One worker as the supervisor sees it."""
 
@@ -36,6 +52,8 @@ class WorkerReport:
     """0 to 1."""
     restarts: int = 0
     last_error: str = ""
+    deaths: tuple[WorkerDeath, ...] = ()
+    """The latest few, oldest first."""
     info: EngineInfo | None = None
     """Of this or the last generation that loaded."""
     capacity: EngineCapacity | None = None
