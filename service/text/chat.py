@@ -5,19 +5,60 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jinja2
+
+from service.text.errors import ChatTemplateError
+from service.text.template_environment import (
+    BudgetExceeded,
+    ChatTemplateEnvironment,
+    RenderLimits,
+    bounded,
+)
+
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
+_RESERVED = frozenset(["messages", "tools", "add_generation_prompt"])
+_MAX_DEPTH = 100
+
+# What a template's own code can raise, beside Jinja's errors, on data it did not expect.
+_TEMPLATE_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
 
 class ChatTemplates:
     """A model's chat template, or several by name ("default", "tool_use", …)."""
 
     def __init__(
-        self, templates: str | Mapping[str, str], special_tokens: Mapping[str, str] | None = None
+        self,
+        templates: str | Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        limits: RenderLimits | None = None,
     ) -> None:
-        """`special_tokens`: template variables such as bos_token, eos_token. Raises ChatTemplateError."""
-        raise NotImplementedError
+        """`special_tokens`: template variables such as bos_token, eos_token.
+
+        Raises ChatTemplateError for a template that does not compile.
+        """
+        sources = {_DEFAULT: templates} if isinstance(templates, str) else dict(templates)
+        if not sources:
+            raise ChatTemplateError("The model has no chat template.")
+        environment = ChatTemplateEnvironment()
+        self._templates = {name: _compile(environment, name, text) for name, text in sources.items()}
+        self._special_tokens = dict(special_tokens or {})
+        self._limits = limits or RenderLimits()
 
     @property
     def names(self) -> tuple[str, ...]:
-        raise NotImplementedError
+        return tuple(self._templates)
 
     def render(
         self,
@@ -30,6 +71,86 @@ class ChatTemplates:
     ) -> str:
         """The prompt text; to be tokenized with add_special_tokens=False.
 
-        Raises ChatTemplateError. CPU-bound, up to a stated limit: long conversations belong in a thread.
+        With several templates, `template_name` picks one; by default "tool_use" where there are tools and
+        such a template, else "default". Whole floats become ints: JSON over protobuf knows only doubles,
+        and "5.0" is not what a model was trained to see.
+
+        Raises ChatTemplateError. CPU-bound, up to RenderLimits: long conversations belong in a thread.
         """
-        raise NotImplementedError
+        further = dict(template_kwargs or {})
+        taken = sorted(_RESERVED.intersection(further))
+        if taken:
+            raise ChatTemplateError(f"{', '.join(taken)} cannot be set as a template argument.")
+        template = self._select(template_name, bool(tools))
+        variables = {
+            **self._special_tokens,
+            **_plain(further),
+            "messages": [_without_nones(_plain(message)) for message in messages],
+            "tools": _plain(list(tools)) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return self._run(template, variables)
+
+    def _select(self, name: str | None, with_tools: bool) -> jinja2.Template:
+        if name is None:
+            name = _TOOL_USE if with_tools and _TOOL_USE in self._templates else _DEFAULT
+        template = self._templates.get(name)
+        if template is None:
+            raise ChatTemplateError(
+                f"The model has no chat template {name!r}; it has {', '.join(self._templates)}."
+            )
+        return template
+
+    def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
+        pieces: list[str] = []
+        size = 0
+        try:
+            with bounded(self._limits) as budget:
+                for piece in template.generate(variables):
+                    pieces.append(piece)
+                    size += len(piece)
+                    budget.check_time()
+                    if size > self._limits.output_chars:
+                        raise BudgetExceeded(f"it is longer than {self._limits.output_chars} characters")
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"The chat template refuses this conversation: {error}") from error
+        except _TEMPLATE_FAULTS as error:
+            raise ChatTemplateError(
+                f"The chat template fails on this conversation: {type(error).__name__}: {error}"
+            ) from error
+        return "".join(pieces)
+
+
+def _compile(environment: ChatTemplateEnvironment, name: str, text: str) -> jinja2.Template:
+    try:
+        return environment.from_string(text)
+    except (jinja2.TemplateError, *_TEMPLATE_FAULTS) as error:
+        raise ChatTemplateError(f"The chat template {name!r} does not compile: {error}") from error
+
+
+def _without_nones(message: dict[str, Any]) -> dict[str, Any]:
+    """A field set to null means a field left out: many templates would print "None"."""
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """A copy made of exactly str, int, float, bool, None, list and dict: data without methods of its own.
+
+    Raises ChatTemplateError for anything else and for nesting beyond 100.
+    """
+    if depth > _MAX_DEPTH:
+        raise ChatTemplateError(f"The conversation's data is nested deeper than {_MAX_DEPTH}.")
+    match value:
+        case None | bool():
+            return value
+        case str():
+            return str(value)
+        case int():
+            return int(value)
+        case float():
+            return int(value) if value.is_integer() and abs(value) < 2**53 else float(value)
+        case Mapping():
+            return {str(key): _plain(item, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, depth + 1) for item in value]
+    raise ChatTemplateError(f"The conversation holds a {type(value).__name__}, which is no JSON.")

@@ -1,0 +1,152 @@
+"""A tokenizer from a Hugging Face model folder: tokenizer.json and the small files beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from service.text.chat import ChatTemplates
+from service.text.errors import ChatTemplateError, TokenizerError
+from service.text.generation import GenerationDefaults, token_ids
+from service.text.json_files import read_json_object
+from service.text.token_bytes import decoder_from_json
+from service.text.tokenizer import TokenizerParts
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def read_folder(folder: Path) -> TokenizerParts:
+    """Raises TokenizerError."""
+    description = _read_tokenizer_json(folder)
+    config = read_json_object(folder / "tokenizer_config.json")
+    named = _named_tokens(folder, config)
+    tokenizer = _build(folder / "tokenizer.json")
+    _add_missing_tokens(tokenizer, config, named)
+    generation = read_json_object(folder / "generation_config.json")
+    model = read_json_object(folder / "config.json")
+    ids = {name: tokenizer.token_to_id(text) for name, text in named.items()}
+    try:
+        decoder = decoder_from_json(description.get("decoder"))
+        templates = _chat_templates(folder, config, named)
+    except (TokenizerError, ChatTemplateError) as error:
+        raise TokenizerError(f"{folder}: {error}") from error
+    return TokenizerParts(
+        name=str(config.get("tokenizer_class") or description["model"].get("type") or "tokenizer.json"),
+        tokenizer=tokenizer,
+        decoder=decoder,
+        bos_token_id=ids.get("bos_token"),
+        pad_token_id=ids.get("pad_token"),
+        eos_token_ids=_eos_ids(ids.get("eos_token"), generation, model),
+        chat_templates=templates,
+        generation_defaults=GenerationDefaults.from_config(generation),
+    )
+
+
+def _read_tokenizer_json(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        others = [n for n in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / n).is_file()]
+        hint = f" ({', '.join(others)} alone cannot be read; save the fast tokenizer)" if others else ""
+        raise TokenizerError(f"{folder} has no tokenizer.json{hint}.")
+    description = read_json_object(path, required=True)
+    if not isinstance(description.get("model"), dict):
+        raise TokenizerError(f"{path} describes no tokenizer model.")
+    return description
+
+
+def _build(path: Path) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
+    # A file may ask for every text to be cut or padded to some length; a server must do neither.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _token_text(value: object) -> str | None:
+    """A token as configurations write it: a string, or an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) and value else None
+
+
+def _named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Texts of bos_token, eos_token … and of further named tokens a chat template may use."""
+    special_map = read_json_object(folder / "special_tokens_map.json")
+    further = [name for name in config if name.endswith("_token")]
+    named = {}
+    for name in dict.fromkeys([*_NAMED_TOKENS, *further]):
+        text = _token_text(config.get(name)) or _token_text(special_map.get(name))
+        if text is not None:
+            named[name] = text
+    return named
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: Mapping[str, str]) -> None:
+    """Tokens that only tokenizer_config.json marks as added or special.
+
+    None is added that the vocabulary lacks at that id: the model would have no row for it.
+    """
+    present = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder")
+    for token_id, entry in (listed if isinstance(listed, Mapping) else {}).items():
+        text = _token_text(entry)
+        if text is None or text in present or str(tokenizer.token_to_id(text)) != str(token_id):
+            continue
+        is_special = entry.get("special") is True
+        tokenizer.add_tokens([AddedToken(text, special=is_special, normalized=not is_special)])
+        present.add(text)
+    for name in _NAMED_TOKENS:
+        text = named.get(name)
+        if text is not None and text not in present and tokenizer.token_to_id(text) is not None:
+            tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+            present.add(text)
+
+
+def _eos_ids(
+    own: int | None, generation: Mapping[str, Any], model: Mapping[str, Any]
+) -> tuple[int, ...]:
+    stated = token_ids(generation.get("eos_token_id"))
+    if not stated:
+        inner = model.get("text_config")
+        stated = token_ids(model.get("eos_token_id")) or (
+            token_ids(inner.get("eos_token_id")) if isinstance(inner, Mapping) else ()
+        )
+    return (*(() if own is None else (own,)), *stated)
+
+
+def _chat_templates(
+    folder: Path, config: Mapping[str, Any], named: Mapping[str, str]
+) -> ChatTemplates | None:
+    """Templates in files of their own come before the one in tokenizer_config.json."""
+    templates: dict[str, str] = {}
+    stated = config.get("chat_template")
+    if isinstance(stated, str):
+        templates["default"] = stated
+    elif isinstance(stated, list):
+        for entry in stated:
+            match entry:
+                case {"name": str(name), "template": str(text)}:
+                    templates[name] = text
+    main = folder / "chat_template.jinja"
+    files = {"default": main, **{p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}}
+    for name, path in files.items():
+        if path.is_file():
+            templates[name] = _read_text(path)
+    if not main.is_file():
+        alone = read_json_object(folder / "chat_template.json").get("chat_template")
+        if isinstance(alone, str):
+            templates["default"] = alone
+    return ChatTemplates(templates, named) if templates else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read: {error}") from error
