@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.config.generation import GenerationDefaults
 from engine.config.model import (
     Activation,
     AttentionSpec,
@@ -164,7 +163,6 @@ def assemble(
         max_sequence_length=_max_length(config, layers),
         embedding_scale=embedding_scale,
         logit_softcap=logit_softcap,
-        generation=GenerationDefaults(eos_token_ids=config.integers("eos_token_id", ())),
     )
 
 

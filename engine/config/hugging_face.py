@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from engine.config import llama
 from engine.config.families import Family
+from engine.config.generation_reader import read_generation
 from engine.config.model import ModelConfig
 from engine.config.reader import Section
 from engine.errors import UnsupportedModelError
@@ -25,7 +26,8 @@ def model_config_from_hf(
     text = _text_section(top)
     family, architecture = _find_family(top, text)
     model = family.read(text, architecture)
-    return replace(model)
+    defaults = read_generation(Section(generation or {}, "generation_config.json"), text)
+    return replace(model, generation=defaults)
 
 
 def _text_section(top: Section) -> Section:
