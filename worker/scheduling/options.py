@@ -39,6 +39,8 @@ class SchedulerOptions:
                 f"not {self.prefill_tokens_beside_decodes}"
             )
         if self.prefill_policy not in ("together", "alternating"):
-            raise ValueError(f'prefill_policy must be "together" or "alternating", not "{self.prefill_policy}"')
+            raise ValueError(
+                f'prefill_policy must be "together" or "alternating", not "{self.prefill_policy}"'
+            )
         if self.abort_memory_size < 0 or self.abort_memory_s < 0:
             raise ValueError("abort_memory_size and abort_memory_s must not be negative")
