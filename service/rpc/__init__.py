@@ -1,0 +1,1 @@
+"""The gRPC side of a front process: servers, servicers, validation, health, security."""
