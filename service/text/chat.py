@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from service.text.errors import ChatTemplateError
+from service.text.json_values import plain
 from service.text.template_environment import (
     BudgetExceeded,
     ChatTemplateEnvironment,
@@ -18,7 +19,6 @@ from service.text.template_environment import (
 _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _RESERVED = frozenset(["messages", "tools", "add_generation_prompt"])
-_MAX_DEPTH = 100
 
 # What a template's own code can raise, beside Jinja's errors, on data it did not expect.
 _TEMPLATE_FAULTS = (
@@ -72,8 +72,7 @@ class ChatTemplates:
         """The prompt text; to be tokenized with add_special_tokens=False.
 
         With several templates, `template_name` picks one; by default "tool_use" where there are tools and
-        such a template, else "default". Whole floats become ints: JSON over protobuf knows only doubles,
-        and "5.0" is not what a model was trained to see.
+        such a template, else "default". Client data is made plain and ordered first (json_values).
 
         Raises ChatTemplateError. CPU-bound, up to RenderLimits: long conversations belong in a thread.
         """
@@ -84,9 +83,9 @@ class ChatTemplates:
         template = self._select(template_name, bool(tools))
         variables = {
             **self._special_tokens,
-            **_plain(further),
-            "messages": [_without_nones(_plain(message)) for message in messages],
-            "tools": _plain(list(tools)) if tools else None,
+            **plain(further),
+            "messages": [_without_nones(plain(message)) for message in messages],
+            "tools": plain(list(tools)) if tools else None,
             "add_generation_prompt": add_generation_prompt,
         }
         return self._run(template, variables)
@@ -131,26 +130,3 @@ def _compile(environment: ChatTemplateEnvironment, name: str, text: str) -> jinj
 def _without_nones(message: dict[str, Any]) -> dict[str, Any]:
     """A field set to null means a field left out: many templates would print "None"."""
     return {key: value for key, value in message.items() if value is not None}
-
-
-def _plain(value: Any, depth: int = 0) -> Any:
-    """A copy made of exactly str, int, float, bool, None, list and dict: data without methods of its own.
-
-    Raises ChatTemplateError for anything else and for nesting beyond 100.
-    """
-    if depth > _MAX_DEPTH:
-        raise ChatTemplateError(f"The conversation's data is nested deeper than {_MAX_DEPTH}.")
-    match value:
-        case None | bool():
-            return value
-        case str():
-            return str(value)
-        case int():
-            return int(value)
-        case float():
-            return int(value) if value.is_integer() and abs(value) < 2**53 else float(value)
-        case Mapping():
-            return {str(key): _plain(item, depth + 1) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item, depth + 1) for item in value]
-    raise ChatTemplateError(f"The conversation holds a {type(value).__name__}, which is no JSON.")

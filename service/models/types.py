@@ -1,4 +1,4 @@
-"""A model's name to files on this machine: local paths, demo models, the Hugging Face Hub."""
+"""What model lookup gives back."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ class ResolvedModel:
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far it is, 0 to 1."""
 
-DEMO_MODELS: tuple[str, ...] = ("smollm2-135m-instruct", "smollm2-135m", "demo")
-"""Names that need no account and no Hub."""
 
-
-def resolve_model(name: str, *, progress: Progress | None = None, revision: str | None = None) -> ResolvedModel:
-    """Finds the model, downloading it if need be. Blocks; raises ModelNotFound."""
-    raise NotImplementedError
+def no_progress(_stage: str, _fraction: float) -> None:
+    """For callers who do not care."""
