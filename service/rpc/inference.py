@@ -37,7 +37,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async def send(delta: AnswerDelta) -> None:
                 await context.write(encoder.response(delta))
 
-            await run_request(self._serving.pool, model, checked, context, arrival, send)
+            await run_request(self._serving, model, checked, context, arrival, send)
 
     async def Complete(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: Context
@@ -52,7 +52,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             async def gather(delta: AnswerDelta) -> None:
                 completion.add(encoder.response(delta))
 
-            await run_request(self._serving.pool, model, checked, context, arrival, gather)
+            await run_request(self._serving, model, checked, context, arrival, gather)
             return completion.build()
 
     async def Tokenize(  # noqa: N802

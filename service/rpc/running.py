@@ -11,11 +11,12 @@ from collections.abc import Awaitable, Callable
 import grpc
 import structlog
 
+from service.front_metrics import FrontMetrics
 from service.rpc.answers import AnswerDelta, Answers, AnswerTimings, Failure, Finish
 from service.rpc.errors import Context, RpcError, invalid_field, retry_later
-from service.rpc.serving import ServedModel
+from service.rpc.serving import ServedModel, Serving
 from service.rpc.validation import GenerateInput
-from worker.client import FinishReason, GenerationRequest, Rejection, RejectReason, WorkerPool
+from worker.client import FinishReason, GenerationRequest, Rejection, RejectReason
 
 log = structlog.get_logger(__name__)
 
@@ -23,9 +24,11 @@ Deliver = Callable[[AnswerDelta], Awaitable[None]]
 
 NO_WORKER_RETRY_S = 1.0
 
+_METRIC_REASONS = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
+
 
 async def run_request(
-    pool: WorkerPool,
+    serving: Serving,
     model: ServedModel,
     request: GenerateInput,
     context: Context,
@@ -42,7 +45,7 @@ async def run_request(
     answers = Answers(request, model.tokenizer, arrival, needs_text)
     try:
         answers.submitted_at = time.perf_counter()
-        generation = await pool.submit(_generation_request(request, context.time_remaining()))
+        generation = await serving.pool.submit(_generation_request(request, context.time_remaining()))
     except Rejection as rejection:
         raise rejected(rejection, request) from rejection
     try:
@@ -50,6 +53,7 @@ async def run_request(
             for delta in answers.take(update):
                 if delta.finish is not None:
                     generation.finish(delta.index)
+                    _record(serving.metrics, request, delta)
                 await deliver(delta)
             if answers.failure is not None:
                 raise failed(answers.failure, request)
@@ -61,6 +65,19 @@ async def run_request(
         generation.close()
     if answers.was_aborted:
         raise RpcError(grpc.StatusCode.CANCELLED, f"request {request.request_id!r} was aborted")
+
+
+def _record(metrics: FrontMetrics, request: GenerateInput, delta: AnswerDelta) -> None:
+    """An answer is whole: what its client saw."""
+    assert delta.finish is not None
+    assert delta.timings is not None
+    metrics.answered(
+        len(request.prompt.ids),
+        delta.completion_tokens,
+        _METRIC_REASONS[delta.finish],
+        delta.timings.first_token,
+        delta.timings.total,
+    )
 
 
 def _generation_request(request: GenerateInput, time_left_s: float | None) -> GenerationRequest:

@@ -14,7 +14,7 @@ from service.rpc.control import ControlServicer, ServerControl
 from service.rpc.health import HealthServicer
 from service.rpc.health_states import health_states
 from service.rpc.inference import InferenceServicer
-from service.rpc.malformed import MalformedRequests
+from service.rpc.interception import CallBoundary
 from service.rpc.security import BearerAuth, TlsFiles, server_credentials
 from service.rpc.serving import Serving
 from service.rpc.vllm_facade import VllmEngineServicer
@@ -65,7 +65,7 @@ class RpcServer:
         self._options = options
         self._health = HealthServicer(health_states(serving.condition))
         serving.on_change = self._refresh_health
-        interceptors: list[grpc.aio.ServerInterceptor] = [MalformedRequests()]
+        interceptors: list[grpc.aio.ServerInterceptor] = [CallBoundary(serving.metrics)]
         if options.tokens:
             interceptors.insert(0, BearerAuth(options.tokens))
         settings = dict(SERVER_OPTIONS) | {"grpc.so_reuseport": int(options.shares_port)}

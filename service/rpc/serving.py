@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from service.front_metrics import FrontMetrics
 from service.rpc.errors import RpcError, retry_later
 from service.rpc.health_states import Condition
 from service.rpc.prompts import PromptReader
@@ -69,9 +70,10 @@ class ServedModel:
 class Serving:
     """Shared by the servicers of one front; used from its event loop."""
 
-    def __init__(self, pool: WorkerPool, workers: int) -> None:
+    def __init__(self, pool: WorkerPool, workers: int, metrics: FrontMetrics) -> None:
         """`workers`: how many are configured; none is ready yet."""
         self.pool = pool
+        self.metrics = metrics
         self.model: ServedModel | None = None
         """To be set when the first worker has said what it runs."""
         self.condition = Condition((False,) * workers)

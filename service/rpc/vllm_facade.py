@@ -55,8 +55,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                     for message in encoder.responses(delta):
                         await context.write(message)
 
-                pool = self._serving.pool
-                await run_request(pool, model, checked, context, arrival, send, needs_text=False)
+                serving = self._serving
+                await run_request(serving, model, checked, context, arrival, send, needs_text=False)
             except InvalidRequest as error:
                 raise InvalidRequest(rename_fields(error.violations)) from error
 

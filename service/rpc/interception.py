@@ -1,0 +1,90 @@
+"""What holds for every call, whatever its method: it is counted, and bytes that are no protobuf message are
+INVALID_ARGUMENT, as any other bad input is (gRPC itself would say INTERNAL, as if the server were at fault,
+and log a traceback for each)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from service.front_metrics import FrontMetrics
+from service.rpc.errors import Context
+
+
+class _Malformed:
+    """Stands in for a request that could not be decoded."""
+
+
+_MALFORMED = _Malformed()
+_CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class CallBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps the handlers of all methods with a single request. To come last among interceptors: what it has
+    wrapped once, it answers with from then on."""
+
+    def __init__(self, metrics: FrontMetrics) -> None:
+        self._metrics = metrics
+        self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        wrapped = self._wrapped.get(method)
+        if wrapped is not None:
+            return wrapped
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        wrapped = self._wrapped[method] = _wrap(handler, method.removeprefix("/"), self._metrics)
+        return wrapped
+
+
+def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) -> grpc.RpcMethodHandler:
+    """All our handlers are coroutines; streams are written through the context."""
+    behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary
+    deserialize = handler.request_deserializer
+
+    def deserialize_or_mark(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _MALFORMED
+
+    async def handle(request: Any, context: Context) -> Any:
+        started = time.perf_counter()
+        metrics.rpc_started()
+        is_cancelled = False
+        try:
+            if request is _MALFORMED:
+                message = "the request is no valid message of this method's type, or holds invalid UTF-8"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+            return await behavior(request, context)
+        except asyncio.CancelledError:
+            is_cancelled = True
+            raise
+        finally:
+            code = "CANCELLED" if is_cancelled else _code_name(context.code())
+            metrics.rpc_ended(method, code, time.perf_counter() - started)
+
+    make = (
+        grpc.unary_stream_rpc_method_handler
+        if handler.response_streaming
+        else grpc.unary_unary_rpc_method_handler
+    )
+    return make(handle, deserialize_or_mark, handler.response_serializer)
+
+
+def _code_name(code: grpc.StatusCode | int | None) -> str:
+    """grpc.aio's contexts hold a number, and 0 until another is set."""
+    if isinstance(code, grpc.StatusCode):
+        return str(code.name)
+    return _CODE_NAMES.get(code or 0, "UNKNOWN")
