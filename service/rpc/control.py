@@ -87,7 +87,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 uptime_seconds=facts.uptime_s,
                 fronts=facts.fronts,
                 front=facts.front,
-                open_streams=self._serving.pool.open_generations,
+                open_streams=self._serving.requests_open,
                 workers=[_worker_status(view) for view in views],
                 versions=dict(facts.versions),
             )
@@ -111,7 +111,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 timeout_s = _seconds("timeout", request.timeout, DRAIN_TIMEOUT_RANGE)
             self._serving.start_draining()
             self._server.drain(timeout_s)
-            return control_pb2.DrainResponse(remaining=self._serving.pool.open_generations)
+            return control_pb2.DrainResponse(remaining=self._serving.requests_open)
 
     async def Profile(  # noqa: N802
         self, request: control_pb2.ProfileRequest, context: Context

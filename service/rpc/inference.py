@@ -29,7 +29,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams through context.write rather than by yielding: a cancelled call then unwinds this
         coroutine at once, where an async generator waits to be collected."""
         arrival = time.perf_counter()
-        async with StatusOnError(context, "Inference.Generate"):
+        async with self._serving.request(context, "Inference.Generate"):
             model = self._serving.admitting()
             checked = await self._serving.read(request.ByteSize(), model.validator.generate, request)
             encoder = ResponseEncoder(checked, model.tokenizer)
@@ -43,7 +43,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.CompleteResponse:
         arrival = time.perf_counter()
-        async with StatusOnError(context, "Inference.Complete"):
+        async with self._serving.request(context, "Inference.Complete"):
             model = self._serving.admitting()
             checked = await self._serving.read(request.ByteSize(), model.validator.generate, request)
             encoder = ResponseEncoder(checked, model.tokenizer)

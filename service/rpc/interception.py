@@ -21,7 +21,7 @@ class _Malformed:
 
 
 _MALFORMED = _Malformed()
-_CODE_NAMES = {code.value[0]: code.name for code in grpc.StatusCode}
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class CallBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -61,7 +61,7 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) ->
 
     async def handle(request: Any, context: Context) -> Any:
         started = time.perf_counter()
-        metrics.rpc_started()
+        metrics.rpc_started(method)
         is_cancelled = False
         try:
             if request is _MALFORMED:
@@ -85,6 +85,5 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) ->
 
 def _code_name(code: grpc.StatusCode | int | None) -> str:
     """grpc.aio's contexts hold a number, and 0 until another is set."""
-    if isinstance(code, grpc.StatusCode):
-        return str(code.name)
-    return _CODE_NAMES.get(code or 0, "UNKNOWN")
+    number: int = code.value[0] if isinstance(code, grpc.StatusCode) else code or 0
+    return _CODE_NAMES.get(number, "UNKNOWN")

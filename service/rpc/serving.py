@@ -6,8 +6,9 @@ The one piece of state that all servicers of a front share. Knows no RPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from service.front_metrics import FrontMetrics
-from service.rpc.errors import RpcError, retry_later
+from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
 from service.rpc.health_states import Condition
 from service.rpc.prompts import PromptReader
 from service.rpc.sampling import SamplingLimits
@@ -79,6 +80,10 @@ class Serving:
         self.condition = Condition((False,) * workers)
         self.on_change: Callable[[], None] = lambda: None
         """Called whenever the condition has changed."""
+        self.requests_open = 0
+        """Requests for tokens under way, those still being validated included: what a drain waits for."""
+        self.on_request_over: Callable[[], None] = lambda: None
+        """Called after each request for tokens."""
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="prompt-reader")
 
     def set_workers(self, ready: Sequence[bool], queue_has_room: bool) -> None:
@@ -106,6 +111,17 @@ class Serving:
         if self.condition.is_draining:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server is draining and takes no new requests")
         return self.loaded()
+
+    @asynccontextmanager
+    async def request(self, context: Context, rpc: str) -> AsyncIterator[None]:
+        """StatusOnError for requests for tokens: those are counted while they run."""
+        self.requests_open += 1
+        try:
+            async with StatusOnError(context, rpc):
+                yield
+        finally:
+            self.requests_open -= 1
+            self.on_request_over()
 
     async def read(self, size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """`function(*arguments)`, in a thread if the input's `size` in bytes would stop the event loop."""

@@ -45,7 +45,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
         arrival = time.perf_counter()
         self._last_request_at = time.time()
-        async with StatusOnError(context, "VllmEngine.Generate"):
+        async with self._serving.request(context, "VllmEngine.Generate"):
             model = self._serving.admitting()
             try:
                 checked = await self._serving.read(request.ByteSize(), _validate, model, request)
@@ -91,7 +91,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         async with StatusOnError(context, "VllmEngine.GetServerInfo"):
             model, facts = self._serving.loaded(), self._server.facts()
             return vllm.GetServerInfoResponse(
-                active_requests=self._serving.pool.open_generations,
+                active_requests=self._serving.requests_open,
                 is_paused=self._serving.condition.is_draining,
                 last_receive_timestamp=self._last_request_at,
                 uptime_seconds=facts.uptime_s,
