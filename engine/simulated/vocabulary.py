@@ -1,0 +1,93 @@
+"""Which tokens of a real model's vocabulary are ordinary words, so that generated text looks like text."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.errors import CheckpointError, ConfigError
+
+_ORDINARY = re.compile(r"[Ġ▁]?[A-Za-z]{2,}")
+"""A word or a part of one, with byte-level BPE's or SentencePiece's mark for a space before it."""
+
+_GGUF_NORMAL = 1
+_DEFAULT_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the simulated engine takes from a model."""
+
+    architecture: str
+    size: int
+    max_sequence_length: int
+    ordinary_ids: tuple[int, ...]
+    notes: tuple[str, ...] = ()
+
+
+def read_vocabulary(model: Path) -> Vocabulary:
+    """Of a Hugging Face folder or a GGUF file. Raises ModelError naming the file that will not do."""
+    if model.is_dir():
+        return _from_folder(model)
+    if model.is_file():
+        return _from_gguf(model)
+    raise CheckpointError(f"there is no model at {model}")
+
+
+def _from_folder(folder: Path) -> Vocabulary:
+    config = _read_json(folder / "config.json")
+    text = config.get("text_config", config)
+    size = text.get("vocab_size")
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{folder / 'config.json'} gives no vocab_size")
+    tokenizer = _read_json(folder / "tokenizer.json")
+    entries = tokenizer.get("model", {}).get("vocab", {})
+    pairs = entries.items() if isinstance(entries, dict) else ((e[0], i) for i, e in enumerate(entries))
+    added = {token.get("id") for token in tokenizer.get("added_tokens", ())}
+    known = {number: piece for piece, number in pairs if number not in added and number < size}
+    architectures = config.get("architectures") or ["unknown"]
+    length = text.get("max_position_embeddings") or _DEFAULT_LENGTH
+    return _vocabulary(str(architectures[0]), size, int(length), known)
+
+
+def _from_gguf(file: Path) -> Vocabulary:
+    from gguf import GGUFReader  # takes a quarter of a second to import, and only this needs it
+
+    try:
+        fields = GGUFReader(file).fields
+        architecture = str(fields["general.architecture"].contents())
+        pieces = fields["tokenizer.ggml.tokens"].contents()
+        kinds = fields["tokenizer.ggml.token_type"].contents()
+    except (ValueError, KeyError, IndexError) as error:
+        raise CheckpointError(f"{file} is no GGUF file with a tokenizer: {error}") from error
+    known = {
+        i: piece for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)) if kind == _GGUF_NORMAL
+    }
+    length = fields.get(f"{architecture}.context_length")
+    max_length = _DEFAULT_LENGTH if length is None else int(length.contents())
+    return _vocabulary(architecture, len(pieces), max_length, known)
+
+
+def _vocabulary(architecture: str, size: int, length: int, known: dict[int, str]) -> Vocabulary:
+    ordinary = tuple(sorted(number for number, piece in known.items() if _ORDINARY.fullmatch(piece)))
+    if ordinary:
+        return Vocabulary(architecture, size, length, ordinary)
+    if not known:
+        raise CheckpointError("the tokenizer has no tokens besides special ones")
+    note = "the vocabulary has no plain words: simulated text is made of any tokens that are not special"
+    return Vocabulary(architecture, size, length, tuple(sorted(known)), (note,))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds no JSON object")
+    return content
