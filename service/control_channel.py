@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from worker.client import MetricData, WorkerReport
+from worker.client import MetricData, Status, WorkerReport
 
 # ---- main → front
 
@@ -91,7 +91,7 @@ class FrontMetrics:
     ticket: int
     metrics: list[MetricData]
     """This front's own."""
-    workers: dict[tuple[int, int], list[MetricData]] = field(default_factory=dict)
+    workers: dict[tuple[int, int], Status] = field(default_factory=dict)
     """By (worker, generation), as this front last heard."""
 
 
@@ -120,6 +120,10 @@ class ControlChannel:
             self._pipe.send(message)
         except OSError:
             self._end()
+
+    def drain(self) -> None:
+        """Takes in what has already arrived."""
+        self._read()
 
     def close(self) -> None:
         """Idempotent."""

@@ -82,11 +82,24 @@ class _Snapshot(Collector):
     def collect(self) -> Iterator[Metric]:
         families: dict[str, list[MetricData]] = {}
         for metric in self._metrics:
-            name = metric.name.removeprefix(PREFIX)
-            for full_name in (PREFIX + name, *VLLM_NAMES.get(name, ())):
-                families.setdefault(full_name, []).append(metric)
+            families.setdefault(metric.name, []).append(metric)
+        for name, series in list(families.items()):
+            for alias in VLLM_NAMES.get(name.removeprefix(PREFIX), ()):
+                families[alias] = _over_workers(series)
         for full_name, series in families.items():
             yield _family(full_name, [replace(one, labels=(*one.labels, self._model)) for one in series])
+
+
+def _over_workers(series: Sequence[MetricData]) -> list[MetricData]:
+    """The same without the label `worker`: pickers expect one series a server. Counts add up; shares of a
+    whole are averaged (workers have the same number of pages)."""
+    plain = [
+        replace(one, labels=tuple(label for label in one.labels if label[0] != "worker")) for one in series
+    ]
+    merged = merge_metrics([plain])
+    if series[0].name.endswith("_perc"):
+        return [replace(one, value=one.value * len(merged) / len(series)) for one in merged]
+    return merged
 
 
 def _family(name: str, series: Sequence[MetricData]) -> Metric:

@@ -10,9 +10,9 @@ import difflib
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 
@@ -25,8 +25,12 @@ class OptionsError(Exception):
     """A value that cannot be used; the message names the option, where it came from and what to do."""
 
 
-def _option(group: str, help_text: str, default: Any = None) -> Any:
-    return field(default=default, metadata={"group": group, "help": help_text})
+@dataclass(frozen=True, slots=True)
+class About:
+    """What people are told of an option: part of its field's annotation."""
+
+    group: str
+    help: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,72 +38,107 @@ class ServeOptions:
     """Every choice of `slipstream serve`. Fields are flags (`max_queued` is --max-queued), variables
     (SLIPSTREAM_MAX_QUEUED) and TOML keys (max_queued or max-queued)."""
 
-    model: str = _option(
-        "Model",
-        "What to serve: a checkpoint folder, a .gguf file, a Hugging Face id such as "
-        "Qwen/Qwen3-1.7B, or a demo model's name (smollm2-135m-instruct).",
-        "",
-    )
-    served_name: str | None = _option(
-        "Model", "The name that requests use. Default: the last part of the model's name."
-    )
+    model: Annotated[
+        str,
+        About(
+            "Model",
+            "What to serve: a checkpoint folder, a .gguf file, a Hugging Face id such as "
+            "Qwen/Qwen3-1.7B, or a demo model's name (smollm2-135m-instruct).",
+        ),
+    ] = ""
+    served_name: Annotated[
+        str | None, About("Model", "The name that requests use. Default: the last part of the model's name.")
+    ] = None
 
-    engine: EngineChoice = _option(
-        "Engine",
-        "cuda needs an NVIDIA GPU; reference runs on any machine; simulated answers at once with "
-        "meaningless tokens, for load tests; auto takes cuda where it can.",
-        "auto",
-    )
-    workers: int = _option("Engine", "Worker processes. With cuda, one for each GPU.", 1)
-    max_sequences: int = _option("Engine", "Requests that run at once, per worker.", 16)
-    max_sequence_length: int | None = _option(
-        "Engine",
-        "Most tokens of prompt and answer together. Default: the model's own limit, as far as memory allows.",
-    )
-    max_step_tokens: int = _option(
-        "Engine", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.", 2048
-    )
-    kv_pages: int | None = _option(
-        "Engine", "Pages of 64 tokens for keys and values. Default: what memory allows."
-    )
-    memory_fraction: float = _option("Engine", "Share of the device's memory to use, above 0 up to 1.", 0.9)
-    threads: int | None = _option("Engine", "CPU threads of the reference engine. Default: all cores.")
-    simulated_step_us: float = _option(
-        "Engine", "Time that a step of the simulated engine takes, in microseconds.", 0.0
-    )
+    engine: Annotated[
+        EngineChoice,
+        About(
+            "Engine",
+            "cuda needs an NVIDIA GPU; reference runs on any machine; simulated answers at once with "
+            "meaningless tokens, for load tests; auto takes cuda where it can.",
+        ),
+    ] = "auto"
+    workers: Annotated[int, About("Engine", "Worker processes. With cuda, one for each GPU.")] = 1
+    max_sequences: Annotated[int, About("Engine", "Requests that run at once, per worker.")] = 16
+    max_sequence_length: Annotated[
+        int | None,
+        About(
+            "Engine",
+            "Most tokens of prompt and answer together. Default: the model's own limit, as far as memory "
+            "allows.",
+        ),
+    ] = None
+    max_step_tokens: Annotated[
+        int, About("Engine", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.")
+    ] = 2048
+    kv_pages: Annotated[
+        int | None, About("Engine", "Pages of 64 tokens for keys and values. Default: what memory allows.")
+    ] = None
+    memory_fraction: Annotated[
+        float, About("Engine", "Share of the device's memory to use, above 0 up to 1.")
+    ] = 0.9
+    threads: Annotated[
+        int | None, About("Engine", "CPU threads of the reference engine. Default: all cores.")
+    ] = None
+    simulated_step_us: Annotated[
+        float, About("Engine", "Time that a step of the simulated engine takes, in microseconds.")
+    ] = 0.0
 
-    host: str = _option(
-        "Network", "Address to listen on. 0.0.0.0 or :: listens on every interface.", "127.0.0.1"
-    )
-    port: int = _option("Network", "gRPC port. 0 picks a free one and prints it.", 50051)
-    metrics_port: int = _option(
-        "Network", "HTTP port for /metrics, /healthz and /readyz, on the same address. 0 turns it off.", 9400
-    )
-    fronts: int = _option(
-        "Network", "Processes that answer gRPC on the one port. More move more streams, if cores are free.", 1
-    )
-    reflection: bool = _option(
-        "Network", "Let tools such as grpcurl list services without .proto files.", True
-    )
+    host: Annotated[
+        str, About("Network", "Address to listen on. 0.0.0.0 or :: listens on every interface.")
+    ] = "127.0.0.1"
+    port: Annotated[int, About("Network", "gRPC port. 0 picks a free one and prints it.")] = 50051
+    metrics_port: Annotated[
+        int,
+        About(
+            "Network", "HTTP port for /metrics, /healthz and /readyz, on the same address. 0 turns it off."
+        ),
+    ] = 9400
+    fronts: Annotated[
+        int,
+        About(
+            "Network",
+            "Processes that answer gRPC on the one port. More move more streams, if cores are free.",
+        ),
+    ] = 1
+    reflection: Annotated[
+        bool, About("Network", "Let tools such as grpcurl list services without .proto files.")
+    ] = True
 
-    tls_cert: Path | None = _option("Security", "PEM file with the server's certificate chain. Needs --tls-key.")
-    tls_key: Path | None = _option("Security", "PEM file with the certificate's private key.")
-    tls_client_ca: Path | None = _option(
-        "Security", "PEM file with the authority that client certificates must come from (mutual TLS)."
-    )
-    auth_token_file: Path | None = _option(
-        "Security",
-        "File with one bearer token a line; calls must then send 'authorization: Bearer TOKEN'. "
-        "Health checks stay open.",
-    )
+    tls_cert: Annotated[
+        Path | None, About("Security", "PEM file with the server's certificate chain. Needs --tls-key.")
+    ] = None
+    tls_key: Annotated[Path | None, About("Security", "PEM file with the certificate's private key.")] = None
+    tls_client_ca: Annotated[
+        Path | None,
+        About(
+            "Security", "PEM file with the authority that client certificates must come from (mutual TLS)."
+        ),
+    ] = None
+    auth_token_file: Annotated[
+        Path | None,
+        About(
+            "Security",
+            "File with one bearer token a line; calls must then send 'authorization: Bearer TOKEN'. "
+            "Health checks stay open.",
+        ),
+    ] = None
 
-    max_queued: int = _option("Limits", "Requests that may wait, per worker, before RESOURCE_EXHAUSTED.", 256)
-    drain_timeout: float | None = _option(
-        "Limits", "Seconds that running requests get to finish at shutdown. Default: as long as they need."
-    )
+    max_queued: Annotated[
+        int, About("Limits", "Requests that may wait, per worker, before RESOURCE_EXHAUSTED.")
+    ] = 1024
+    drain_timeout: Annotated[
+        float | None,
+        About(
+            "Limits",
+            "Seconds that running requests get to finish at shutdown. Default: as long as they need.",
+        ),
+    ] = None
 
-    log_format: LogFormat = _option("Logs", "text for people, json for machines. Logs go to stderr.", "text")
-    log_level: LogLevel = _option("Logs", "Least severe events to log.", "info")
+    log_format: Annotated[
+        LogFormat, About("Logs", "text for people, json for machines. Logs go to stderr.")
+    ] = "text"
+    log_level: Annotated[LogLevel, About("Logs", "Least severe events to log.")] = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +150,23 @@ class LoadedOptions:
     warnings: tuple[str, ...] = ()
 
 
-def option_fields() -> Iterator[tuple[Field[Any], Any]]:
-    """Each field of ServeOptions with its resolved type."""
-    hints = get_type_hints(ServeOptions)
+@dataclass(frozen=True, slots=True)
+class OptionField:
+    """One field of ServeOptions."""
+
+    name: str
+    kind: Any
+    """Its type, such as int, Literal[...] or Path | None."""
+    about: About
+    default: Any
+
+
+def option_fields() -> Iterator[OptionField]:
+    """Every option, in the order in which help shows them."""
+    hints = get_type_hints(ServeOptions, include_extras=True)
     for item in fields(ServeOptions):
-        yield item, hints[item.name]
+        kind, about = get_args(hints[item.name])
+        yield OptionField(item.name, kind, about, item.default)
 
 
 def flag_name(field_name: str) -> str:
@@ -134,8 +185,8 @@ def load_options(
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     warnings: list[str] = []
-    for item, kind in option_fields():
-        name, variable = item.name, ENVIRONMENT_PREFIX + item.name.upper()
+    for item in option_fields():
+        name, kind, variable = item.name, item.kind, ENVIRONMENT_PREFIX + item.name.upper()
         text = environment.get(variable)
         if text is not None and _is_service_link(text):
             warnings.append(f"{variable}={text} is a Kubernetes service link, not an option; ignored")
@@ -182,7 +233,9 @@ def _read_file(path: Path) -> dict[str, Any]:
     return result
 
 
-_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(
+    ("0", "false", "no", "off"), False
+)
 
 
 def _convert(value: Any, kind: Any, origin: str) -> Any:
@@ -238,7 +291,9 @@ def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
     timeout = options.drain_timeout
     require(timeout is None or timeout >= 0, "drain_timeout", "must not be negative")
     require((options.tls_cert is None) == (options.tls_key is None), "tls_cert", "and --tls-key go together")
-    require(options.tls_client_ca is None or options.tls_cert is not None, "tls_client_ca", "needs --tls-cert")
+    require(
+        options.tls_client_ca is None or options.tls_cert is not None, "tls_client_ca", "needs --tls-cert"
+    )
     for name in ("tls_cert", "tls_key", "tls_client_ca", "auth_token_file"):
         path = getattr(options, name)
         require(path is None or path.is_file(), name, f"names {path}, which is not a file")

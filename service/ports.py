@@ -8,7 +8,6 @@ by a socket that never listens, until the server ends. Knows no RPC.
 from __future__ import annotations
 
 import errno
-import os
 import socket
 
 
@@ -31,7 +30,7 @@ class PortReservation:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             self._socket.bind(address)
         except OSError as error:
-            raise PortUnavailable(_explain(error, host, port)) from error
+            raise PortUnavailable(explain(error, host, port, "--port")) from error
         self.port: int = self._socket.getsockname()[1]
 
     @property
@@ -67,11 +66,12 @@ def _probe(family: socket.AddressFamily, address: tuple[str, int]) -> None:
         probe.listen(1)
 
 
-def _explain(error: OSError, host: str, port: int) -> str:
+def explain(error: OSError, host: str, port: int, flag: str) -> str:
+    """Why listening failed, and which flag helps."""
     if error.errno == errno.EADDRINUSE:
-        return f"port {port} of {host} is taken by another program; choose another with --port, or 0 for a free one"
+        return f"port {port} of {host} is taken by another program; choose another with {flag}"
     if error.errno == errno.EACCES:
-        return f"port {port} of {host} may not be used without privileges; choose one above 1023 with --port"
+        return f"port {port} of {host} needs privileges; choose one above 1023 with {flag}"
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine; choose another with --host"
-    return f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+    return f"cannot listen on {host}:{port}: {error.strerror}"

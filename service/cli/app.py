@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import typer
 
 from service.cli import control, generate, tokenize
@@ -12,10 +14,11 @@ from service.cli.serve import serve_command
 
 _HELP = """Serve large language models over gRPC, and talk to such a server.
 
-Start here:
+Start here, in two terminals:
 
-  slipstream serve --model smollm2-135m-instruct
-  slipstream chat "Why is the sky blue?"
+    slipstream serve --model smollm2-135m-instruct
+
+    slipstream chat "Why is the sky blue?"
 """
 
 app = typer.Typer(
@@ -31,10 +34,13 @@ _SERVING, _TALKING, _OPERATING = "Serve", "Talk to a server", "Look after a serv
 
 app.command("serve", rich_help_panel=_SERVING)(serve_command)
 app.command("inspect", rich_help_panel=_SERVING)(inspect)
-for _function in (generate.generate, generate.chat, tokenize.tokenize, bench):
-    app.command(_function.__name__, rich_help_panel=_TALKING)(spread(_function))
-for _function in (control.status, control.metrics, control.health, control.drain, control.abort):
-    app.command(_function.__name__, rich_help_panel=_OPERATING)(spread(_function))
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    _TALKING: (generate.generate, generate.chat, tokenize.tokenize, bench),
+    _OPERATING: (control.status, control.metrics, control.health, control.drain, control.abort),
+}
+for _panel, _functions in _COMMANDS.items():
+    for _function in _functions:
+        app.command(_function.__name__, rich_help_panel=_panel)(spread(_function))
 
 
 @app.callback(invoke_without_command=True)

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from service.cli.flags import flag
+from service.cli.flags import Flag
 
 if TYPE_CHECKING:
     import grpc
+
+    from protos.slipstream.v1.control_pb2_grpc import ControlStub
+    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
 
 _GROUP = "Connection"
 EXIT_FAILED = 1
@@ -30,24 +33,28 @@ _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_lo
 class Connection:
     """Flags that say which server to talk to."""
 
-    target: str = flag(
-        "The server's address.",
-        group=_GROUP,
-        default="127.0.0.1:50051",
-        envvar="SLIPSTREAM_TARGET",
-        metavar="HOST:PORT",
+    target: Annotated[
+        str, Flag("The server's address.", _GROUP, envvar="SLIPSTREAM_TARGET", metavar="HOST:PORT")
+    ] = "127.0.0.1:50051"
+    token: Annotated[
+        str | None,
+        Flag(
+            "Bearer token, where the server asks for one.", _GROUP, envvar="SLIPSTREAM_TOKEN", metavar="TOKEN"
+        ),
+    ] = None
+    tls: Annotated[bool, Flag("Use TLS, trusting the system's authorities.", _GROUP, names=("--tls",))] = (
+        False
     )
-    token: str | None = flag(
-        "Bearer token, where the server asks for one.", group=_GROUP, envvar="SLIPSTREAM_TOKEN", metavar="TOKEN"
-    )
-    tls: bool = flag(
-        "Use TLS, trusting the system's authorities.", group=_GROUP, default=False, names=("--tls",)
-    )
-    tls_ca: Path | None = flag("Use TLS, trusting this authority (PEM).", group=_GROUP, metavar="FILE")
-    tls_cert: Path | None = flag(
-        "Client certificate (PEM), for mutual TLS. Needs --tls-key.", group=_GROUP, metavar="FILE"
-    )
-    tls_key: Path | None = flag("Private key (PEM) of the client certificate.", group=_GROUP, metavar="FILE")
+    tls_ca: Annotated[
+        Path | None, Flag("Use TLS, trusting this authority (PEM).", _GROUP, metavar="FILE")
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        Flag("Client certificate (PEM), for mutual TLS. Needs --tls-key.", _GROUP, metavar="FILE"),
+    ] = None
+    tls_key: Annotated[
+        Path | None, Flag("Private key (PEM) of the client certificate.", _GROUP, metavar="FILE")
+    ] = None
 
     @property
     def is_secure(self) -> bool:
@@ -81,6 +88,18 @@ class Connection:
         if self.is_secure:
             return grpc.aio.secure_channel(self.target, self.credentials(), _CHANNEL_OPTIONS)
         return grpc.aio.insecure_channel(self.target, _CHANNEL_OPTIONS)
+
+
+def inference(channel: Any) -> InferenceStub:
+    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
+
+    return InferenceStub(channel)  # type: ignore[no-untyped-call]
+
+
+def control(channel: Any) -> ControlStub:
+    from protos.slipstream.v1.control_pb2_grpc import ControlStub
+
+    return ControlStub(channel)  # type: ignore[no-untyped-call]
 
 
 def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:

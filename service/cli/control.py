@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import EXIT_FAILED, Connection, reporting_failures
+from service.cli.connection import EXIT_FAILED, Connection, control, inference, reporting_failures
 
 if TYPE_CHECKING:
-    from protos.slipstream.v1.control_pb2 import GetStatusResponse, WorkerStatus
     from rich.table import Table
+
+    from protos.slipstream.v1.control_pb2 import GetStatusResponse, WorkerStatus
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
 
@@ -22,11 +22,11 @@ def status(connection: Connection, as_json: JsonFlag = False) -> None:
     Answers while the model still loads, too.
     """
     from google.protobuf.json_format import MessageToJson
+
     from protos.slipstream.v1.control_pb2 import GetStatusRequest
-    from protos.slipstream.v1.control_pb2_grpc import ControlStub
 
     with reporting_failures(connection), connection.open() as channel:
-        answer = ControlStub(channel).GetStatus(GetStatusRequest(), metadata=connection.metadata())
+        answer = control(channel).GetStatus(GetStatusRequest(), metadata=connection.metadata())
     if as_json:
         typer.echo(MessageToJson(answer, preserving_proto_field_name=True))
     else:
@@ -36,11 +36,11 @@ def status(connection: Connection, as_json: JsonFlag = False) -> None:
 def metrics(connection: Connection, as_json: JsonFlag = False) -> None:
     """Print all metrics in the Prometheus text format, or as JSON."""
     from google.protobuf.json_format import MessageToJson
+
     from protos.slipstream.v1.control_pb2 import GetMetricsRequest
-    from protos.slipstream.v1.control_pb2_grpc import ControlStub
 
     with reporting_failures(connection), connection.open() as channel:
-        answer = ControlStub(channel).GetMetrics(GetMetricsRequest(), metadata=connection.metadata())
+        answer = control(channel).GetMetrics(GetMetricsRequest(), metadata=connection.metadata())
     if as_json:
         answer.prometheus_text = ""
         typer.echo(MessageToJson(answer, preserving_proto_field_name=True))
@@ -73,13 +73,14 @@ def health(
 def drain(
     connection: Connection,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds until running requests are ended. Default: when they finish.", min=0)
+        float | None,
+        typer.Option(help="Seconds until running requests are cut off. Default: never.", min=0),
     ] = None,
 ) -> None:
     """Let the server finish its running requests, take no new ones, and then exit."""
     from google.protobuf.duration_pb2 import Duration
+
     from protos.slipstream.v1.control_pb2 import DrainRequest
-    from protos.slipstream.v1.control_pb2_grpc import ControlStub
 
     request = DrainRequest()
     if timeout is not None:
@@ -87,7 +88,7 @@ def drain(
         duration.FromMilliseconds(round(timeout * 1e3))
         request.timeout.CopyFrom(duration)
     with reporting_failures(connection), connection.open() as channel:
-        answer = ControlStub(channel).Drain(request, metadata=connection.metadata())
+        answer = control(channel).Drain(request, metadata=connection.metadata())
     typer.echo(f"draining: {answer.remaining} requests left on the process that answered")
 
 
@@ -97,18 +98,16 @@ def abort(
 ) -> None:
     """End a request by its id, queued or running. An unknown id is no error."""
     from protos.slipstream.v1.inference_pb2 import AbortRequest
-    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
 
     with reporting_failures(connection), connection.open() as channel:
-        answer = InferenceStub(channel).Abort(
-            AbortRequest(request_id=request_id), metadata=connection.metadata()
-        )
+        answer = inference(channel).Abort(AbortRequest(request_id=request_id), metadata=connection.metadata())
     typer.echo("aborted" if answer.found else "no such request is queued or running")
 
 
 def _print_status(answer: GetStatusResponse) -> None:
-    from protos.slipstream.v1.control_pb2 import ServerState
     from rich.console import Console
+
+    from protos.slipstream.v1.control_pb2 import ServerState
 
     console = Console()
     state = ServerState.Name(answer.state).removeprefix("SERVER_STATE_")
@@ -128,14 +127,28 @@ def _print_status(answer: GetStatusResponse) -> None:
             console.print(f"[red]worker {worker.index}: {worker.last_error}[/]", highlight=False)
 
 
-def _worker_table(workers: list[WorkerStatus]) -> Table:
+_COLUMNS = ["worker", "state", "engine", "pid", "running", "waiting", "paused", "pages", "steps", "restarts"]
+
+
+def _worker_table(workers: Iterable[WorkerStatus]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in ("worker", "state", "engine", "pid", "running", "waiting", "paused", "pages used", "steps", "restarts"):
+    for title in (
+        "worker",
+        "state",
+        "engine",
+        "pid",
+        "running",
+        "waiting",
+        "paused",
+        "pages used",
+        "steps",
+        "restarts",
+    ):
         table.add_column(title, justify="left" if title in ("state", "engine") else "right")
     for worker in workers:
-        used = worker.pages - worker.pages_free
+        used = worker.pages - worker.pages_free - worker.pages_cached
         table.add_row(
             str(worker.index),
             _worker_state(worker),

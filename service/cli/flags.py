@@ -1,7 +1,5 @@
 """Turns dataclasses into groups of command-line flags, so that a group is described once and used by
 several commands. Knows typer, and nothing of the service.
-
-A field's metadata says how it looks: {"help": ..., "group": ..., "flags": (...), "default_help": ...}.
 """
 
 from __future__ import annotations
@@ -9,19 +7,26 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, field, fields, is_dataclass
-from typing import Annotated, Any, get_type_hints
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
 
-def flag(help_text: str, *, group: str, default: Any = None, names: tuple[str, ...] = (), **extra: Any) -> Any:
-    """A dataclass field that is a flag. `extra` goes to typer.Option (envvar=..., metavar=...)."""
-    return field(default=default, metadata={"help": help_text, "group": group, "flags": names, "extra": extra})
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a field looks on the command line: part of its annotation."""
+
+    help: str
+    group: str
+    names: tuple[str, ...] = ()
+    """Default: the field's name, with dashes."""
+    envvar: str | None = None
+    metavar: str | None = None
 
 
 def spread(function: Callable[..., None]) -> Callable[..., None]:
-    """A typer command from a function: each parameter whose type is a dataclass becomes that class's flags."""
+    """A typer command from a function: a parameter whose type is a dataclass becomes that class's flags."""
     hints = get_type_hints(function, include_extras=True)
     signature = inspect.signature(function)
     groups = {name: kind for name, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
@@ -35,37 +40,36 @@ def spread(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**given: Any) -> None:
         arguments = {}
-        for name in signature.parameters:
-            if name in groups:
-                values = {item.name: given.pop(item.name) for item in fields(groups[name])}
-                arguments[name] = groups[name](**values)
+        for name, group in groups.items():
+            arguments[name] = group(**{item.name: given.pop(item.name) for item in fields(group)})
         function(**arguments, **given)
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del command.__wrapped__  # type: ignore[attr-defined]
+    set_signature(command, parameters)
     return command
 
 
+def set_signature(command: Any, parameters: list[inspect.Parameter]) -> None:
+    """Makes typer see these parameters, whatever the function's own."""
+    command.__signature__ = inspect.Signature(parameters)
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__dict__.pop("__wrapped__", None)
+
+
+def keyword(name: str, kind: Any, option: Any, default: Any = None) -> inspect.Parameter:
+    """A parameter for set_signature; `option`: what typer.Option returned."""
+    annotation = Annotated[kind, option]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
 def _parameters(group: type) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(group)
+    hints = get_type_hints(group, include_extras=True)
     for item in fields(group):
-        yield inspect.Parameter(
-            item.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(item),
-            annotation=Annotated[hints[item.name], _typer_option(item)],
+        kind, flag = get_args(hints[item.name])
+        option = typer.Option(
+            *flag.names,
+            help=flag.help,
+            rich_help_panel=flag.group,
+            envvar=flag.envvar,
+            metavar=flag.metavar,
         )
-
-
-def _default(item: Field[Any]) -> Any:
-    if item.default_factory is not MISSING:
-        return item.default_factory()
-    return item.default
-
-
-def _typer_option(item: Field[Any]) -> Any:
-    meta = item.metadata
-    return typer.Option(
-        *meta.get("flags", ()), help=meta["help"], rich_help_panel=meta["group"], **meta.get("extra", {})
-    )
+        yield keyword(item.name, kind, option, item.default)

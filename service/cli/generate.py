@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.connection import Connection, fail, reporting_failures
+from service.cli.connection import Connection, fail, inference, reporting_failures
 from service.cli.sampling import SamplingFlags
 
 if TYPE_CHECKING:
@@ -153,7 +153,6 @@ def _answer(
     connection: Connection, request: GenerateRequest, as_json: bool, timeout_s: float | None
 ) -> Answer:
     """Runs one request and prints it. Raises grpc.RpcError."""
-    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
     from service.cli.streaming import stream_answer
 
     def show(text: str) -> None:
@@ -163,7 +162,7 @@ def _answer(
 
     with connection.open() as channel:
         answer = stream_answer(
-            InferenceStub(channel),
+            inference(channel),
             request,
             metadata=connection.metadata(),
             timeout_s=timeout_s,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from service.cli.flags import flag
+from service.cli.flags import Flag
 
 if TYPE_CHECKING:
     from protos.slipstream.v1.sampling_pb2 import SamplingParams
@@ -17,17 +17,17 @@ _GROUP = "Sampling (left out: the model's own default)"
 class SamplingFlags:
     """Each is a field of the protocol's SamplingParams, under the same name; None leaves it out."""
 
-    max_tokens: int | None = flag("Most tokens to generate.", group=_GROUP)
-    temperature: float | None = flag("0: always the most likely token.", group=_GROUP)
-    top_p: float | None = flag("Keep the likeliest tokens that add up to this.", group=_GROUP)
-    top_k: int | None = flag("Keep this many of the likeliest tokens.", group=_GROUP)
-    min_p: float | None = flag("Keep tokens this likely, relative to the likeliest.", group=_GROUP)
-    seed: int | None = flag("Makes the answer repeatable.", group=_GROUP)
-    repetition_penalty: float | None = flag("Above 1 avoids tokens seen before.", group=_GROUP)
-    stop: list[str] | None = flag("End at this text. May be given several times.", group=_GROUP)
-    ignore_eos: bool | None = flag(
-        "Go on past the model's own end of text.", group=_GROUP, names=("--ignore-eos",)
-    )
+    max_tokens: Annotated[int | None, Flag("Most tokens to generate.", _GROUP)] = None
+    temperature: Annotated[float | None, Flag("0: always the most likely token.", _GROUP)] = None
+    top_p: Annotated[float | None, Flag("Keep the likeliest tokens that add up to this.", _GROUP)] = None
+    top_k: Annotated[int | None, Flag("Keep this many of the likeliest tokens.", _GROUP)] = None
+    min_p: Annotated[float | None, Flag("Keep tokens this likely, relative to the likeliest.", _GROUP)] = None
+    seed: Annotated[int | None, Flag("Makes the answer repeatable.", _GROUP)] = None
+    repetition_penalty: Annotated[float | None, Flag("Above 1 avoids tokens seen before.", _GROUP)] = None
+    stop: Annotated[list[str] | None, Flag("End at this text. May be given several times.", _GROUP)] = None
+    ignore_eos: Annotated[
+        bool | None, Flag("Go on past the model's own end of text.", _GROUP, names=("--ignore-eos",))
+    ] = None
 
     def to_proto(self) -> SamplingParams:
         from protos.slipstream.v1.sampling_pb2 import SamplingParams

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.connection import Connection, reporting_failures
+from service.cli.connection import Connection, inference, reporting_failures
 
 
 def tokenize(
@@ -24,14 +24,13 @@ def tokenize(
     Example: slipstream tokenize "Hello, world"
     """
     from protos.slipstream.v1.inference_pb2 import Chat, Message, TokenizeRequest
-    from protos.slipstream.v1.inference_pb2_grpc import InferenceStub
 
     text = sys.stdin.read() if text == "-" else text
     request = TokenizeRequest(text=text)
     if as_chat:
         request = TokenizeRequest(chat=Chat(messages=[Message(role="user", content=text)]))
     with reporting_failures(connection), connection.open() as channel:
-        answer = InferenceStub(channel).Tokenize(request, metadata=connection.metadata())
+        answer = inference(channel).Tokenize(request, metadata=connection.metadata())
     if as_json:
         tokens = [token.decode("utf-8", "backslashreplace") for token in answer.tokens]
         typer.echo(json.dumps({"ids": list(answer.ids), "tokens": tokens, "text": answer.text}))

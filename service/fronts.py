@@ -1,0 +1,164 @@
+"""The main process's side of its fronts: starts them, passes messages, starts a dead one anew.
+
+Knows processes and the control channel; knows no gRPC, no worker and no model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import structlog
+
+from service.control_channel import ControlChannel, Finish, FrontFailed, Listening
+from service.front import FrontSettings, front_main
+from worker.client import spawn_process
+
+log = structlog.get_logger(__name__)
+
+# A front that dies so often within so long has a defect that starting it again does not cure.
+MAX_DEATHS = 5
+DEATHS_WINDOW_S = 30.0
+RESTART_DELAY_S = 0.1
+
+
+@dataclass(slots=True)
+class _Front:
+    """One front process, of one generation."""
+
+    index: int
+    generation: int
+    process: BaseProcess
+    channel: ControlChannel
+    is_listening: bool = False
+
+
+@dataclass(slots=True)
+class FrontEvents:
+    """What the owner wants to hear."""
+
+    on_message: Callable[[int, Any], None]
+    """A front's index and its message."""
+    on_start: Callable[[int], None]
+    """A front has been started, or started anew: it knows nothing yet."""
+    on_gone: Callable[[int], None]
+    """A front is gone, for good or to be started anew."""
+    on_failed: Callable[[str], None]
+    """Fronts cannot serve; the message is one clear line."""
+
+
+@dataclass(slots=True)
+class FrontGroup:
+    """All fronts. Used from one asyncio event loop."""
+
+    settings: FrontSettings
+    """Of front 0, first generation."""
+    count: int
+    events: FrontEvents
+    _fronts: dict[int, _Front] = field(default_factory=dict)
+    _deaths: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS))
+    _is_stopping: bool = False
+    _listening: asyncio.Event = field(default_factory=asyncio.Event)
+    restarts: int = 0
+
+    def start(self) -> None:
+        for index in range(self.count):
+            self._start(index, 0)
+
+    @property
+    def processes(self) -> list[tuple[int, int]]:
+        """(index, generation) of those alive."""
+        return [(front.index, front.generation) for front in self._fronts.values()]
+
+    async def wait_listening(self) -> None:
+        """Until all fronts take connections."""
+        await self._listening.wait()
+
+    def send(self, index: int, message: Any) -> None:
+        """Does nothing if the front is gone."""
+        if front := self._fronts.get(index):
+            front.channel.send(message)
+
+    def send_all(self, message: Any) -> list[int]:
+        """The indices of the fronts it went to."""
+        for index in list(self._fronts):
+            self.send(index, message)
+        return list(self._fronts)
+
+    def retire(self) -> None:
+        """From now on a front that ends is not started anew."""
+        self._is_stopping = True
+
+    async def stop(self, grace_s: float) -> None:
+        """Ends all fronts: asks, waits, then kills. Idempotent."""
+        self.retire()
+        self.send_all(Finish())
+        deadline = time.monotonic() + grace_s
+        processes = [front.process for front in self._fronts.values()]
+        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            await asyncio.to_thread(process.join)
+
+    def _start(self, index: int, generation: int) -> None:
+        if self._is_stopping:
+            return
+        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+        settings = replace(self.settings, index=index, generation=generation)
+        # A terminal's Ctrl-C goes to every process of the group; only the main process acts on it. Blocked
+        # here, it stays blocked in the child, from its first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            process = spawn_process(front_main, (settings, theirs), f"slipstream-front-{index}")
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
+        channel = ControlChannel(ours, lambda message: self._receive(index, message), lambda: None)
+        self._fronts[index] = _Front(index, generation, process, channel)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._ended, index)
+        log.debug("front_started", front=index, pid=process.pid, generation=generation)
+        self.events.on_start(index)
+
+    def _receive(self, index: int, message: Any) -> None:
+        if isinstance(message, Listening):
+            self._fronts[index].is_listening = True
+            everyone = len(self._fronts) == self.count
+            if everyone and all(front.is_listening for front in self._fronts.values()):
+                self._listening.set()
+        elif isinstance(message, FrontFailed):
+            self.retire()
+            self.events.on_failed(message.message)
+        else:
+            self.events.on_message(index, message)
+
+    def _ended(self, index: int) -> None:
+        """The process is gone; its last words may still be in the pipe."""
+        front = self._fronts[index]
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(front.process.sentinel)
+        front.channel.drain()
+        front.channel.close()
+        front.process.join()
+        del self._fronts[index]
+        self.events.on_gone(index)
+        if self._is_stopping:
+            return
+        code = front.process.exitcode
+        log.warning("front_died", front=index, pid=front.process.pid, exit_code=code)
+        now = time.monotonic()
+        self._deaths.append(now)
+        if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S:
+            self.retire()
+            self.events.on_failed(f"front processes keep dying (exit code {code}); the log above says more")
+            return
+        self.restarts += 1
+        loop.call_later(RESTART_DELAY_S, self._start, index, front.generation + 1)
