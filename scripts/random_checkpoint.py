@@ -84,11 +84,13 @@ def write_random_checkpoint(
     dtype: str = "bf16",
     prefix: str = "model.",
     head_name: str = "lm_head.weight",
+    fuse_experts: bool = False,
     shards: int = 1,
 ) -> ModelConfig:
     """Writes config.json and the weights of a model (no tokenizer) into an existing folder.
 
     `prefix` stands before all names but the head's. With several shards there is an index beside them.
+    Fused experts are one [experts, 2 · intermediate, hidden] and one [experts, hidden, intermediate].
     """
     model = model_config_from_hf(config)
     own_names = family_named(model.family).tensor_names
@@ -98,9 +100,27 @@ def write_random_checkpoint(
         if name.endswith("conv.weight"):
             values = values[:, None, :]
         tensors[file_name] = values.astype(DTYPES[dtype][0])
+    if fuse_experts:
+        tensors = _fuse_experts(tensors)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     write_shards(folder, tensors, shards)
     return model
+
+
+def _fuse_experts(tensors: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Stacks ….experts.E.{gate,up,down}_proj.weight, E from 0 on, under ….experts."""
+    fused = {name: values for name, values in tensors.items() if ".experts." not in name}
+    for name in tensors:
+        stem, found, part = name.partition(".experts.0.")
+        if not found:
+            continue
+        parts = [n for n in tensors if n.startswith(f"{stem}.experts.") and n.endswith(part)]
+        if part.startswith("down"):
+            fused[f"{stem}.experts.down_proj"] = np.stack([tensors[n] for n in parts])
+        elif part.startswith("gate"):
+            pairs = [(tensors[n], tensors[n.replace("gate_proj", "up_proj")]) for n in parts]
+            fused[f"{stem}.experts.gate_up_proj"] = np.stack([np.concatenate(pair) for pair in pairs])
+    return fused
 
 
 def write_shards(folder: Path, tensors: Mapping[str, NDArray[Any]], shards: int) -> None:

@@ -135,9 +135,22 @@ def read_layer_types(
     return list(types[:n_layers])
 
 
-def read_dense(config: Section, *, bias: bool = False, activation_key: str = "hidden_act") -> DenseSpec:
+def read_dense(
+    config: Section,
+    *,
+    bias: bool = False,
+    activation_key: str = "hidden_act",
+    default_activation: str = "silu",
+) -> DenseSpec:
     intermediate = config.integer("intermediate_size", REQUIRED)
-    return DenseSpec(intermediate, read_activation(config, activation_key), bias)
+    return DenseSpec(intermediate, read_activation(config, activation_key, default_activation), bias)
+
+
+def read_experts(config: Section) -> tuple[int, int, int]:
+    """(experts, experts per token, intermediate size of one)."""
+    n_experts = config.integer("num_experts", REQUIRED, maximum=MAX_EXPERTS)
+    top_k = config.integer("num_experts_per_tok", REQUIRED, maximum=n_experts)
+    return n_experts, top_k, config.integer("moe_intermediate_size", REQUIRED)
 
 
 def assemble(

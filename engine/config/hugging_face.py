@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.config import llama
+from engine.config import gemma, llama, qwen, qwen3_5
 from engine.config.families import Family
 from engine.config.generation_reader import read_generation
 from engine.config.model import ModelConfig
 from engine.config.reader import Section
 from engine.errors import UnsupportedModelError
 
-FAMILIES: tuple[Family, ...] = (*llama.FAMILIES,)
+FAMILIES: tuple[Family, ...] = (
+    *llama.FAMILIES,
+    *qwen.FAMILIES,
+    *qwen3_5.FAMILIES,
+    *gemma.FAMILIES,
+)
 
 
 def model_config_from_hf(

@@ -17,6 +17,8 @@ from engine.config.model import LayerSpec, ModelConfig
 from engine.config.reader import Section
 from engine.config.rope_reader import read_rope
 
+_DEFAULT_WINDOW = 4096
+
 
 def read_llama(config: Section, architecture: str) -> ModelConfig:
     """Full attention everywhere; SmolLM2 calls itself Llama."""
@@ -31,13 +33,14 @@ def read_llama(config: Section, architecture: str) -> ModelConfig:
 
 
 def read_mistral(config: Section, architecture: str) -> ModelConfig:
-    """As Llama without biases, with one window for all layers, or none."""
+    """As Llama without biases, with one window for all layers, or none (null; 4096 if nothing is said)."""
     refuse_unknown_mathematics(config)
     norm = read_norm(config)
+    window = config.integer("sliding_window", None if config.mentions("sliding_window") else _DEFAULT_WINDOW)
     attention = read_attention(
         config,
         rope=read_rope(config, read_heads(config)[2]),
-        window=config.integer("sliding_window", None),
+        window=window,
     )
     layer = LayerSpec(attention, read_dense(config), norm)
     return assemble(config, "mistral", architecture, [layer] * read_n_layers(config), norm=norm)

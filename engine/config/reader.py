@@ -35,6 +35,10 @@ class Section:
         """Whether the key is there and not null."""
         return self.values.get(key) is not None
 
+    def mentions(self, key: str) -> bool:
+        """Whether the key is there, be it null: some defaults hold for absent keys only."""
+        return key in self.values
+
     def error(self, key: str, problem: str) -> ConfigError:
         """The error to raise about a key."""
         return ConfigError(f"{self.where}: {key} {problem}")

@@ -22,19 +22,17 @@ def read_rope(
     *,
     layer_type: str | None = None,
     default_theta: float = 1e4,
-    default_partial: float = 1.0,
+    default_partial: float | None = None,
     default_kind: RopeKind = RopeKind.DEFAULT,
 ) -> RopeSpec:
-    """The table of one kind of layer. Raises ConfigError, UnsupportedModelError."""
+    """The table of one kind of layer. Raises ConfigError, UnsupportedModelError.
+
+    `default_partial` is the share of the head that rotates; None: the family always rotates it whole.
+    """
     settings = _settings(config, layer_type)
     kind = _kind(settings, default_kind)
     theta = settings.number("rope_theta", config.number("rope_theta", default_theta), minimum=1.0)
-    partial = settings.number(
-        "partial_rotary_factor",
-        config.number("partial_rotary_factor", default_partial, minimum=0, maximum=1),
-        minimum=0,
-        maximum=1,
-    )
+    partial = _partial(settings, config, default_partial)
     if kind is RopeKind.PROPORTIONAL:
         return RopeSpec(
             kind,
@@ -51,6 +49,16 @@ def read_rope(
     if kind is RopeKind.DEFAULT:
         return base
     return _scaled(base, settings, config)
+
+
+def _partial(settings: Section, config: Section, default: float | None) -> float:
+    key = "partial_rotary_factor"
+    stated = settings.number(key, config.number(key, None, minimum=0, maximum=1), minimum=0, maximum=1)
+    if default is None and stated not in (None, 1.0):
+        raise UnsupportedModelError(
+            f"{settings.where}: {key} = {stated} is not supported for this architecture"
+        )
+    return stated if stated is not None else default or 1.0
 
 
 def _settings(config: Section, layer_type: str | None) -> Section:
@@ -82,14 +90,13 @@ def _kind(settings: Section, default: RopeKind) -> RopeKind:
 
 def _scaled(base: RopeSpec, settings: Section, config: Section) -> RopeSpec:
     """LINEAR, LLAMA3 and YARN: the base table with its factors."""
-    original = settings.integer(
-        "original_max_position_embeddings", config.integer("max_position_embeddings", None)
-    )
+    key = "original_max_position_embeddings"
+    original = config.integer(key, settings.integer(key, config.integer("max_position_embeddings", None)))
     if base.kind is RopeKind.LINEAR:
         factor = settings.number("factor", REQUIRED, minimum=1e-6)
         return RopeSpec(base.kind, base.theta, base.head_dim, base.rotary_dim, factor)
     if original is None:
-        raise settings.error("original_max_position_embeddings", "is missing")
+        raise settings.error(key, "is missing")
     if base.kind is RopeKind.LLAMA3:
         return RopeSpec(
             base.kind,
