@@ -26,9 +26,13 @@ Context: TypeAlias = grpc.aio.ServicerContext
 DETAILS_KEY = "grpc-status-details-bin"
 
 # Clients drop a call whose trailers pass 8 KiB (gRPC's default for metadata), and then see a different
-# error. So what we say about bad input stays well below, whatever the input was.
-MAX_MESSAGE_CHARACTERS = 1000
-MAX_DESCRIPTION_CHARACTERS = 300
+# error. So what we say about bad input stays below, whatever the input was: the message once as text and
+# once in the details, which travel in base64. In bytes on the wire, where each byte of a character beyond
+# ASCII takes three.
+MAX_MESSAGE_BYTES = 1000
+MAX_FIELD_BYTES = 200
+MAX_DESCRIPTION_BYTES = 400
+MAX_VIOLATIONS_BYTES = 2000
 MAX_VIOLATIONS = 12
 
 
@@ -46,7 +50,7 @@ class RpcError(Exception):
     def __init__(self, code: grpc.StatusCode, message: str, details: Sequence[Message] = ()) -> None:
         super().__init__(message)
         self.code = code
-        self.message = shorten(message, MAX_MESSAGE_CHARACTERS)
+        self.message = shorten(message, MAX_MESSAGE_BYTES)
         self.details = tuple(details)
 
     def trailing_metadata(self) -> tuple[tuple[str, bytes], ...]:
@@ -71,20 +75,20 @@ class InvalidRequest(RpcError):
 
 
 def _describe(violations: Sequence[Violation]) -> tuple[str, BadRequest]:
-    shown = [
-        Violation(violation.field, shorten(violation.description, MAX_DESCRIPTION_CHARACTERS))
-        for violation in violations[:MAX_VIOLATIONS]
-    ]
-    message = "; ".join(f"{violation.field}: {violation.description}" for violation in shown)
-    if len(violations) > len(shown):
-        message += f"; and {len(violations) - len(shown)} more"
-    details = BadRequest(
-        field_violations=[
-            BadRequest.FieldViolation(field=violation.field, description=violation.description)
-            for violation in shown
-        ]
-    )
-    return message, details
+    details = BadRequest()
+    texts = []
+    size = 0
+    for violation in violations[:MAX_VIOLATIONS]:
+        field = shorten(violation.field, MAX_FIELD_BYTES)
+        description = shorten(violation.description, MAX_DESCRIPTION_BYTES)
+        size += len(field.encode()) + len(description.encode())
+        if texts and size > MAX_VIOLATIONS_BYTES:
+            break
+        details.field_violations.add(field=field, description=description)
+        texts.append(f"{field}: {description}")
+    if len(violations) > len(texts):
+        texts.insert(0, f"{len(violations)} violations, the first {len(texts)} being")
+    return "; ".join(texts), details
 
 
 def invalid_field(field: str, description: str) -> InvalidRequest:
@@ -101,8 +105,16 @@ def retry_later(code: grpc.StatusCode, message: str, after_s: float | None) -> R
 
 
 def shorten(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`, showing that something was left out."""
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """As much of `text` as takes `limit` bytes in a gRPC status message, showing that something was left
+    out."""
+    if len(text) * 9 <= limit:
+        return text
+    size = 0
+    for i, character in enumerate(text):
+        size += 1 if " " <= character <= "~" else 3 * len(character.encode("utf-8", "replace"))
+        if size > limit:
+            return text[:i] + "..."
+    return text
 
 
 def quote(text: str) -> str:

@@ -61,7 +61,7 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) ->
 
     async def handle(request: Any, context: Context) -> Any:
         started = time.perf_counter()
-        metrics.rpc_started(method)
+        metrics.rpc_started()
         is_cancelled = False
         try:
             if request is _MALFORMED:
