@@ -3,6 +3,6 @@
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.open import open_checkpoint
 from engine.checkpoint.tensor import Tensor
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 __all__ = ["Checkpoint", "Tensor", "TensorType", "open_checkpoint"]

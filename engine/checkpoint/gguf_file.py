@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.mapping import map_file, map_tail
 from engine.checkpoint.tensor import SourceTensor
 from engine.errors import CheckpointError
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 _SCALARS = {
     GGUFValueType.UINT8: struct.Struct("<B"),

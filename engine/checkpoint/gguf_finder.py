@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.resolve import Found, matches_any
 from engine.checkpoint.tensor import SourceTensor, Tensor
 from engine.config import AttentionSpec, ModelConfig
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 _NAMES = {
     "embedding.weight": "token_embd.weight",

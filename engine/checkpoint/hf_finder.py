@@ -15,7 +15,7 @@ from engine.checkpoint.tensor import SourceTensor, Tensor
 from engine.config import ModelConfig, WeightFormat, WeightScheme
 from engine.errors import CheckpointError
 from engine.quantization.decode import decode
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
 """Where the decoder's tensors may sit; probed in this order."""

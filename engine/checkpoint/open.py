@@ -19,7 +19,7 @@ from engine.config import ModelConfig
 from engine.config.gguf import model_config_from_gguf
 from engine.config.hugging_face import family_named
 from engine.errors import CheckpointError
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from engine.checkpoint.mapping import map_file, map_tail
 from engine.checkpoint.tensor import SourceTensor
 from engine.errors import CheckpointError
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 MAX_HEADER_BYTES = 100_000_000
 """As the public library allows: some 800,000 tensors."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.quantization.decode import apply_scale, decode
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from engine.config.families import Family
 from engine.config.generation_reader import read_generation
 from engine.config.model import ModelConfig
 from engine.config.reader import Section
+from engine.config.weights_reader import read_weight_format
 from engine.errors import UnsupportedModelError
 
 FAMILIES: tuple[Family, ...] = (
@@ -32,7 +33,7 @@ def model_config_from_hf(
     family, architecture = _find_family(top, text)
     model = family.read(text, architecture)
     defaults = read_generation(Section(generation or {}, "generation_config.json"), text)
-    return replace(model, generation=defaults)
+    return replace(model, generation=defaults, weight_format=read_weight_format(text))
 
 
 def _text_section(top: Section) -> Section:

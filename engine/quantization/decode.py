@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.quantization.types import TensorType
+from engine.quantization.tensor_type import TensorType
 
 _PLAIN = {
     TensorType.F32: np.dtype("<f4"),
