@@ -80,7 +80,7 @@ class StepPlanner:
         draft = _Draft()
         chunks: list[Chunk] = []
         decodes: tuple[int, ...] = ()
-        if self._takes_turns and self._is_prefills_turn:
+        if self._takes_turns and (self._is_prefills_turn or not self.residents.decoding):
             chunks = self._share_budget(self._budget, draft)
         if not chunks:
             self._make_room_for_decodes(draft)
