@@ -48,8 +48,9 @@ from worker.metrics import (
     merge_metrics,
 )
 from worker.options import PoolOptions, RestartPolicy, WorkerOptions
-from worker.pool import WorkerPool, WorkerView
+from worker.pool import WorkerPool
 from worker.reports import WorkerDeath, WorkerReport, WorkerState
+from worker.roster import WorkerView
 from worker.scheduling.options import SchedulerOptions
 from worker.spawning import spawn_process
 from worker.supervisor import WorkerFailed, WorkerSupervisor

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
 
 from engine.interface import IntArray, Sampling, TokenLogprobs
+from worker.answers import Answer, AnswerFinished, AnswerStarted, AnswerUpdate
 from worker.messages import FinishReason, RejectReason
+
+__all__ = [
+    "AnswerFinished",
+    "AnswerStarted",
+    "AnswerUpdate",
+    "Generation",
+    "GenerationRequest",
+    "Rejection",
+    "Update",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,40 +50,6 @@ class Rejection(Exception):
         self.retry_after_s = retry_after_s
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerStarted:
-    """The worker has begun to work on an answer."""
-
-    cached_tokens: int
-    """Prompt tokens found in the cache."""
-    queue_s: float
-    """From the submission's arrival at the worker to its first step."""
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerFinished:
-    """An answer is over."""
-
-    reason: FinishReason
-    message: str = ""
-    """For FAULT: what happened."""
-    preemptions: int = 0
-
-
-@dataclass(slots=True)
-class AnswerUpdate:
-    """What is new about one answer since the last update."""
-
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """One per token, where asked for."""
-    started: AnswerStarted | None = None
-    """At most once per answer, even if a worker dies and another takes over."""
-    finished: AnswerFinished | None = None
-    """Once, in the answer's last update."""
-
-
 @dataclass(slots=True)
 class Update:
     """What is new about a request since the last update: only answers with news."""
@@ -78,23 +59,107 @@ class Update:
     """Whole, once, where asked for: for prompt tokens 1 … n−1."""
 
 
+class GenerationOwner(Protocol):
+    """The pool, as a generation needs it."""
+
+    def cancel(self, generation: Generation, answers: list[Answer]) -> None:
+        """Nobody wants these any more."""
+
+    def resume(self, generation: Generation, answer: Answer) -> None:
+        """What had gathered of a paused answer was read."""
+
+    def forget(self, generation: Generation) -> None:
+        """The request is closed."""
+
+
 class Generation:
     """A request under way. Made by WorkerPool.submit(); used from the pool's event loop by one task."""
 
-    request: GenerationRequest
+    def __init__(self, request: GenerationRequest, first_key: int, owner: GenerationOwner) -> None:
+        self.request = request
+        self.prompt: IntArray = np.ascontiguousarray(request.prompt, dtype=np.int32)
+        self.answers = [Answer(index, first_key + index) for index in range(request.n)]
+        self.deadline: float | None = None
+        """By the event loop's clock."""
+        self.tried: set[int] = set()
+        """Workers that had no room for it."""
+        self.was_resubmitted = False
+        self.has_prompt_logprobs = False
+        self._owner = owner
+        self._news: dict[Answer, None] = {}
+        self._prompt_logprobs: list[TokenLogprobs] | None = None
+        self._rejection: Rejection | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_closed = False
+
+    # ---- for servicers
 
     async def next(self) -> Update | None:
         """Waits for news and returns all of it, merged; None when every answer is over and was reported.
 
-        Raises Rejection (first call only) if the worker did not admit the request.
+        Raises Rejection (before any update) if no worker admitted the request.
         """
-        raise NotImplementedError
+        while not self._news:
+            if self._rejection is not None:
+                raise self._rejection
+            if self._is_closed or all(answer.is_over for answer in self.answers):
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        news, self._news = self._news, {}
+        update = Update([answer.take_update() for answer in news], self._prompt_logprobs)
+        self._prompt_logprobs = None
+        for answer in news:
+            if answer.is_paused and not answer.is_over:
+                self._owner.resume(self, answer)
+        return update
 
     def finish(self, index: int) -> None:
         """The caller wants no more of this answer (a stop string came): it counts as over at once and no
         update speaks of it again. Idempotent."""
-        raise NotImplementedError
+        answer = self.answers[index]
+        self._news.pop(answer, None)
+        if not answer.is_over:
+            answer.finished = AnswerFinished(FinishReason.CANCELLED)
+            self._owner.cancel(self, [answer])
 
     def close(self) -> None:
         """Cancels what remains. To be called in `finally`. Idempotent."""
-        raise NotImplementedError
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._news.clear()
+        remaining = [answer for answer in self.answers if not answer.is_over]
+        for answer in remaining:
+            answer.finished = AnswerFinished(FinishReason.CANCELLED)
+        if remaining:
+            self._owner.cancel(self, remaining)
+        self._owner.forget(self)
+        self._wake()
+
+    # ---- for the pool
+
+    def notify(self, answer: Answer) -> None:
+        """There is news about `answer`."""
+        self._news[answer] = None
+        self._wake()
+
+    def set_prompt_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
+        if not self.has_prompt_logprobs:
+            self._prompt_logprobs = logprobs
+            self.has_prompt_logprobs = True
+
+    def end(self, answer: Answer, finished: AnswerFinished) -> None:
+        answer.finished = finished
+        self.notify(answer)
+
+    def reject(self, rejection: Rejection) -> None:
+        self._rejection = rejection
+        self._wake()
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)

@@ -51,7 +51,7 @@ class PoolOptions:
     """A request that has seen so many worker deaths fails, however innocent it looks."""
     imbalance: float = 4.0
     """How much more load, in sequences, a worker may have than the least loaded one and still be preferred
-    because it holds the prompt's beginning; on top of a quarter of that worker's load."""
+    because it holds the prompt's beginning; a quarter of that one's load, if this is more."""
     remembered_prefixes: int = 8192
     """Prompt beginnings remembered per worker."""
     connect_timeout_s: float = 10.0

@@ -58,6 +58,10 @@ class WorkerReport:
     """Of this or the last generation that loaded."""
     capacity: EngineCapacity | None = None
 
+    def has_ended(self, generation: int) -> bool:
+        """Whether that generation of this worker is over."""
+        return self.generation > generation or self.state is WorkerState.FAILED
+
 
 # ---- worker → supervisor, over the pipe between them
 
