@@ -92,11 +92,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> bool:
         """Ends all answers of a request; False if it is unknown, which is then remembered for a while."""
-        request = self._registry.request(request_id)
-        if request is None:
+        requests = self._registry.requests(request_id)
+        if not requests:
             self._registry.aborts.add(request_id, self._clock())
             return False
-        self._finish_request(request, FinishReason.ABORTED)
+        for request in requests.copy():
+            self._finish_request(request, FinishReason.ABORTED)
         return True
 
     def set_paused(self, front: int, key: int, paused: bool) -> None:

@@ -91,7 +91,7 @@ class Admission:
 
     def _refuse_identity(self, front: int, message: Submit, now: float) -> Rejected | None:
         request_id = message.request_id
-        if self._registry.request(request_id) is not None:
+        if self._registry.requests(request_id) and not message.is_resubmission:
             text = f'a request with id "{request_id}" is in flight'
             return Rejected(message.key, RejectReason.DUPLICATE_ID, text)
         for key in range(message.key, message.key + message.n):

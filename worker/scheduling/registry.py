@@ -14,7 +14,7 @@ class Registry:
     def __init__(self, aborts: AbortMemory) -> None:
         self.aborts = aborts
         self.fronts: dict[int, FrontNews] = {}
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, list[Request]] = {}
         self._deadlines: LazyHeap[Request] = LazyHeap()
         self._n_sequences = 0
 
@@ -34,9 +34,9 @@ class Registry:
         news = self.fronts.get(front)
         return None if news is None else news.sequences.get(key)
 
-    def request(self, request_id: str) -> Request | None:
-        """The request with this id, if any of its answers is live."""
-        return self._requests.get(request_id)
+    def requests(self, request_id: str) -> list[Request]:
+        """What is live under this id: several, if a request's answers were resubmitted one by one."""
+        return self._requests.get(request_id, [])
 
     def sequences(self) -> list[Sequence]:
         """All live ones."""
@@ -44,7 +44,7 @@ class Registry:
 
     def add(self, request: Request) -> None:
         """A new request with all its answers."""
-        self._requests[request.request_id] = request
+        self._requests.setdefault(request.request_id, []).append(request)
         if request.deadline is not None:
             self._deadlines.push(request.deadline, request)
         for sequence in request.live:
@@ -58,7 +58,10 @@ class Registry:
         del sequence.news.sequences[sequence.key]
         self._n_sequences -= 1
         if not request.live:
-            del self._requests[request.request_id]
+            namesakes = self._requests[request.request_id]
+            namesakes.remove(request)
+            if not namesakes:
+                del self._requests[request.request_id]
             self._deadlines.discard(request)
 
     def next_deadline(self) -> float | None:
