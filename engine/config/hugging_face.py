@@ -22,13 +22,16 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def model_config_from_hf(
-    config: Mapping[str, object], generation: Mapping[str, object] | None = None
+    config: Mapping[str, object],
+    generation: Mapping[str, object] | None = None,
+    *,
+    where: str = "config.json",
 ) -> ModelConfig:
     """Reads a parsed config.json and, if there is one, generation_config.json.
 
     Raises UnsupportedModelError for what is not implemented, by name; ConfigError for what is malformed.
     """
-    top = Section(config)
+    top = Section(config, where)
     text = _text_section(top)
     family, architecture = _find_family(top, text)
     model = family.read(text, architecture)
