@@ -6,9 +6,10 @@ Knows token ids and strings; knows no request, no RPC, no queue and no model wei
 from service.text.chat import ChatTemplates
 from service.text.errors import ChatTemplateError, TextError, TokenizerError
 from service.text.generation import GenerationDefaults
+from service.text.loading import load_tokenizer
 from service.text.stops import StopSet
 from service.text.stream import Delta, OutputText
-from service.text.tokenizer import TextTokenizer, load_tokenizer
+from service.text.tokenizer import TextTokenizer
 
 __all__ = [
     "ChatTemplateError",

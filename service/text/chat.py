@@ -83,6 +83,7 @@ class ChatTemplates:
         template = self._select(template_name, bool(tools))
         variables = {
             **self._special_tokens,
+            "documents": None,
             **plain(further),
             "messages": [_without_nones(plain(message)) for message in messages],
             "tools": plain(list(tools)) if tools else None,

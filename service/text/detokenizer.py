@@ -40,7 +40,7 @@ class Detokenizer:
             data = data.removeprefix(b" ")
         if self._pending:
             data = self._pending + data
-        # Bytes that can still become a character stay; bytes that cannot are U+FFFD at once.
+        # Bytes that may still become a character stay; others are U+FFFD.
         text, used = utf_8_decode(data, "replace", False)
         self._pending = data[used:]
         return text

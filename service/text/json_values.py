@@ -14,19 +14,19 @@ _USUAL_ORDER = {
     name: rank
     for rank, name in enumerate(
         (
-            "type", "id", "function", "name", "enum", "items", "description", "parameters", "properties",
-            "required", "return", "arguments",
+            "role", "content", "type", "id", "function", "name", "enum", "items", "description", "parameters",
+            "properties", "required", "return", "arguments",
         )
     )
 }  # fmt: skip
-"""How descriptions of functions are usually written, and so what models saw in training."""
+"""How messages and descriptions of functions are usually written, and so what models saw in training."""
 
 
 def plain(value: Any, depth: int = 0) -> Any:
     """A copy made of exactly str, int, float, bool, None, list and dict: data without methods of its own.
 
     Whole floats become ints: JSON over protobuf knows only doubles, and {"limit": 5.0} is not what a model
-    was trained to see. Keys are ordered, the usual ones of function descriptions first, the others by
+    was trained to see. Keys are ordered, the usual ones first, the others by
     name: protobuf keeps no order, and the same request must give the same prompt in every process.
 
     Raises ChatTemplateError for anything else and for nesting beyond 100.

@@ -1,13 +1,12 @@
 """One model's tokenizer: text to token ids and back, special tokens, chat template, defaults.
 
-Where the files come from is the loaders' business (hf_folder.py, gguf_file.py).
+Knows nothing of files: loading.py makes it of what hf_folder.py or gguf_file.py found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -111,17 +110,3 @@ class TextTokenizer:
         if self.strips_leading_space and data.startswith(b" "):
             data = data[1:]
         return data.decode("utf-8", "replace")
-
-
-def load_tokenizer(path: Path) -> TextTokenizer:
-    """Reads a Hugging Face folder or a .gguf file.
-
-    Raises TokenizerError for files that are missing, broken, or of a kind that is not supported.
-    """
-    from service.text import gguf_file, hf_folder
-
-    parts = hf_folder.read_folder(path) if path.is_dir() else gguf_file.read_gguf(path)
-    try:
-        return TextTokenizer(parts)
-    except TokenizerError as error:
-        raise TokenizerError(f"{path}: {error}") from error
