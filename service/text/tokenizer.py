@@ -15,6 +15,10 @@ from service.text.errors import TokenizerError
 from service.text.generation import GenerationDefaults
 from service.text.token_bytes import ByteDecoder, build_table
 
+_SHORT = 256
+"""Characters. Above it the batch call pays, which leaves out the character offsets that nobody here reads:
+25 % less at 1,000 characters, but 34 µs more on a few words."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenizerParts:
@@ -34,7 +38,7 @@ class TokenizerParts:
 
 
 class TextTokenizer:
-    """Thread-safe; `encode` releases the GIL, so long texts belong in a thread."""
+    """Thread-safe; `encode` lets other threads run meanwhile, so long texts belong in a thread."""
 
     name: str
     """Kind of tokenizer, for people, such as "gpt2/smollm" or "Qwen2Tokenizer"."""
@@ -91,8 +95,10 @@ class TextTokenizer:
 
         Raises ValueError for text that is no valid Unicode (lone surrogates).
         """
-        # The "fast" batch call leaves out character offsets, which nobody here reads.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        if len(text) < _SHORT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         if add_special_tokens and (self._prefix_ids or self._suffix_ids):
             return self._prefix_ids + ids + self._suffix_ids

@@ -72,6 +72,14 @@ def test_decodes_as_the_library(
     assert loaded.decode(ids, skip_special_tokens=skip) == byte_level.decode(ids, skip_special_tokens=skip)
 
 
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 20_000])
+def test_short_and_long_texts_encode_alike(
+    loaded: TextTokenizer, byte_level: Tokenizer, length: int
+) -> None:
+    text = ("".join(SAMPLES) * (length // 100 + 1))[:length]
+    assert loaded.encode(text) == byte_level.encode(text).ids
+
+
 def test_special_tokens_in_a_text_become_their_ids(loaded: TextTokenizer) -> None:
     ids = loaded.encode("<|im_start|>user")
     assert ids[0] == 1
