@@ -117,7 +117,7 @@ class Harness:
         output: list[int] | None = None,
         **fields: object,
     ) -> int | Rejected:
-        """Submits; the key of answer 0, or the refusal. A number makes a prompt of that length, unlike any other."""
+        """Submits; the key of answer 0, or the refusal. A number makes a prompt like no other, so long."""
         key = self._next_key
         if isinstance(prompt, int):
             prompt = np.random.default_rng(1_000_003 + key).integers(0, VOCABULARY, prompt)

@@ -28,7 +28,7 @@ def random_harness(rng: random.Random) -> Harness:
         slots=slots,
         pages=pages,
         max_sequence_length=300,
-        max_step_tokens=rng.choice((slots, slots + 20, 64, 100, 256, 1024)),
+        max_step_tokens=rng.choice((slots + 7, slots + 20, 64, 100, 256, 1024)),
         pipeline_depth=rng.choice((1, 2, 3)),
         prefix_cacheable=rng.random() < 0.8,
         stop_one_in=rng.choice((0, 20, 60)),
