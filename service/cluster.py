@@ -24,7 +24,7 @@ from service.control_channel import (
     WorkersChanged,
 )
 from service.front import FrontSettings
-from service.fronts import FrontEvents, FrontGroup
+from service.fronts import FrontEvents, FrontGroup, FrontStage
 from service.shutdown import ServerFailed, Shutdown
 from worker.client import EngineInfo, WorkerOptions, WorkerReport, WorkerState, WorkerSupervisor
 
@@ -70,12 +70,14 @@ class Cluster:
 
     async def wait_listening(self) -> bool:
         """Until every front takes connections; False if the server is to end first. Raises ServerFailed."""
-        return await self._before_shutdown(self._fronts.wait_listening())
+        return await self._before_shutdown(self._fronts.wait_stage(FrontStage.LISTENING))
 
     async def wait_ready(self) -> EngineInfo | None:
-        """Until requests are taken: what runs them; None if the server is to end first. Raises ServerFailed
-        or WorkerFailed."""
+        """Until every front takes requests: what runs them; None if the server is to end first. Raises
+        ServerFailed or WorkerFailed."""
         if not await self._before_shutdown(self._supervisor.wait_ready()):
+            return None
+        if not await self._before_shutdown(self._fronts.wait_stage(FrontStage.SERVING)):
             return None
         return next(report.info for report in self._supervisor.reports() if report.info is not None)
 

@@ -59,6 +59,11 @@ class Listening:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelKnown:
+    """The front is connected to a worker and takes requests."""
+
+
+@dataclass(frozen=True, slots=True)
 class FrontFailed:
     """The front cannot serve and ends itself; starting it again would not help."""
 

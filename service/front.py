@@ -30,6 +30,7 @@ from service.control_channel import (
     FrontMetrics,
     Listening,
     MetricsWanted,
+    ModelKnown,
     OpenStreams,
     ServerMetrics,
     WorkersChanged,
@@ -111,18 +112,22 @@ class Front:
 
     async def run(self) -> None:
         """Serves until told to finish. Raises FrontError."""
-        settings = self._settings
         rpc = self._make_server()
-        self._channel.send(Listening(await self._listen(rpc)))
-        loading = self._spawn(self._load_model())
-        finished = asyncio.ensure_future(self._finish.wait())
-        await asyncio.wait((loading, finished), return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
-            loading.result()
-        await finished
-        log.debug("front_stopping", open=self._pool.open_generations, index=settings.index)
-        await rpc.stop(STOP_GRACE_S)
-        await self._pool.close()
+        waits = []
+        try:
+            self._channel.send(Listening(await self._listen(rpc)))
+            waits = [asyncio.create_task(self._load_model()), asyncio.create_task(self._finish.wait())]
+            loading, finished = waits
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                loading.result()
+            await finished
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+            await rpc.stop(STOP_GRACE_S)
+            await self._pool.close()
 
     def report_failure(self, message: str) -> None:
         self._channel.send(FrontFailed(message))
@@ -162,6 +167,7 @@ class Front:
         info, capacity = self._loaded_worker()
         self._serving.model = await asyncio.to_thread(self._served_model, tokenizer, info, capacity)
         self._refresh()
+        self._channel.send(ModelKnown())
 
     def _loaded_worker(self) -> tuple[EngineInfo, EngineCapacity]:
         for report in self._reports:
@@ -259,4 +265,4 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "not installed"
+        return "unknown"

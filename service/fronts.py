@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import structlog
 
-from service.control_channel import ControlChannel, Finish, FrontFailed, Listening
+from service.control_channel import ControlChannel, Finish, FrontFailed, Listening, ModelKnown
 from service.front import FrontSettings, front_main
 from worker.client import spawn_process
 
@@ -29,6 +30,16 @@ DEATHS_WINDOW_S = 30.0
 RESTART_DELAY_S = 0.1
 
 
+class FrontStage(IntEnum):
+    """How far a front has come."""
+
+    STARTED = 0
+    LISTENING = 1
+    """It takes connections, and says that it does not serve yet."""
+    SERVING = 2
+    """It takes requests."""
+
+
 @dataclass(slots=True)
 class _Front:
     """One front process, of one generation."""
@@ -37,7 +48,7 @@ class _Front:
     generation: int
     process: BaseProcess
     channel: ControlChannel
-    is_listening: bool = False
+    stage: FrontStage = FrontStage.STARTED
 
 
 @dataclass(slots=True)
@@ -65,7 +76,7 @@ class FrontGroup:
     _fronts: dict[int, _Front] = field(default_factory=dict)
     _deaths: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS))
     _is_stopping: bool = False
-    _listening: asyncio.Event = field(default_factory=asyncio.Event)
+    _progressed: asyncio.Event = field(default_factory=asyncio.Event)
     restarts: int = 0
 
     def start(self) -> None:
@@ -77,9 +88,11 @@ class FrontGroup:
         """(index, generation) of those alive."""
         return [(front.index, front.generation) for front in self._fronts.values()]
 
-    async def wait_listening(self) -> None:
-        """Until all fronts take connections."""
-        await self._listening.wait()
+    async def wait_stage(self, stage: FrontStage) -> None:
+        """Until all fronts have come so far."""
+        while len(self._fronts) < self.count or any(f.stage < stage for f in self._fronts.values()):
+            self._progressed.clear()
+            await self._progressed.wait()
 
     def send(self, index: int, message: Any) -> None:
         """Does nothing if the front is gone."""
@@ -129,11 +142,13 @@ class FrontGroup:
         self.events.on_start(index)
 
     def _receive(self, index: int, message: Any) -> None:
+        front = self._fronts[index]
         if isinstance(message, Listening):
-            self._fronts[index].is_listening = True
-            everyone = len(self._fronts) == self.count
-            if everyone and all(front.is_listening for front in self._fronts.values()):
-                self._listening.set()
+            front.stage = FrontStage.LISTENING
+            self._progressed.set()
+        elif isinstance(message, ModelKnown):
+            front.stage = FrontStage.SERVING
+            self._progressed.set()
         elif isinstance(message, FrontFailed):
             self.retire()
             self.events.on_failed(message.message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,12 +111,14 @@ def _print_status(answer: GetStatusResponse) -> None:
 
     from protos.slipstream.v1.control_pb2 import ServerState
 
-    console = Console()
+    # Piped output has no width to respect: a wrapped table is of no use to grep.
+    console = Console() if sys.stdout.isatty() else Console(width=200)
     state = ServerState.Name(answer.state).removeprefix("SERVER_STATE_")
     colour = {"SERVING": "green", "LOADING": "yellow", "DEGRADED": "yellow"}.get(state, "red")
     console.print(
         f"[bold {colour}]{state}[/]  slipstream {answer.version}, up {_duration(answer.uptime_seconds)}, "
-        f"{answer.fronts} front(s), {answer.open_streams} open stream(s) on front {answer.front}"
+        f"fronts: {answer.fronts}, open streams on front {answer.front}: {answer.open_streams}",
+        highlight=False,
     )
     console.print(_worker_table(answer.workers))
     for worker in answer.workers:

@@ -23,15 +23,18 @@ class Answer:
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_token_s: float | None = None
+    last_token_s: float = 0.0
+    n_first: int = 0
+    """Tokens in the first message that had any."""
     total_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Decoding rate: tokens after the first, over the time after the first."""
-        if self.first_token_s is None or self.completion_tokens < 2:
+        """Decoding rate: tokens after the first message's, over the time they took. None where all came in
+        one message."""
+        if self.first_token_s is None or self.completion_tokens <= self.n_first:
             return None
-        elapsed = self.total_s - self.first_token_s
-        return (self.completion_tokens - 1) / elapsed if elapsed > 0 else None
+        return (self.completion_tokens - self.n_first) / (self.last_token_s - self.first_token_s)
 
     def summary(self) -> str:
         """One line for people."""
@@ -77,8 +80,11 @@ def stream_answer(
     call = stub.Generate(request, metadata=metadata, timeout=timeout_s)
     try:
         for message in call:
-            if message.token_ids and answer.first_token_s is None:
-                answer.first_token_s = time.perf_counter() - started
+            if message.token_ids:
+                answer.last_token_s = time.perf_counter() - started
+                if answer.first_token_s is None:
+                    answer.first_token_s = answer.last_token_s
+                    answer.n_first = len(message.token_ids)
             answer.token_ids.extend(message.token_ids)
             answer.text += message.text
             if message.HasField("usage"):

@@ -39,6 +39,7 @@ def run_cli(*arguments: str, stdin: str | None = None) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         timeout=DEADLINE_S,
+        check=False,
     )
 
 
@@ -93,10 +94,9 @@ class ServerProcess:
             if line.startswith(prefix):
                 return line.removeprefix(prefix).strip()
 
-    def wait_ready(self) -> ServerProcess:
+    def wait_ready(self) -> None:
         self.target = self.wait_for_line("listening on ")
         self.wait_for_line("ready: ")
-        return self
 
     @property
     def stderr(self) -> str:
@@ -125,6 +125,14 @@ class ServerProcess:
 def inference(server: ServerProcess) -> Iterator[inference_pb2_grpc.InferenceStub]:
     with server.channel() as channel:
         yield inference_pb2_grpc.InferenceStub(channel)
+
+
+@contextlib.contextmanager
+def running_server(model: Path, *flags: str, metrics_port: int = 0) -> Iterator[ServerProcess]:
+    """A server that takes requests."""
+    with ServerProcess(model, *flags, metrics_port=metrics_port) as server:
+        server.wait_ready()
+        yield server
 
 
 def descendants(pid: int) -> list[int]:
