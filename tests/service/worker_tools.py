@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -13,10 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from engine.errors import ModelError
 from engine.interface import Engine, Progress, Sampling, StepHandle, StepPlan
 from engine.options import EngineOptions
 from engine.simulated import SimulatedEngine, SimulatedOptions
+from engine.simulated.tokens import advance, advance_all, choose
 from worker.client import (
     AnswerFinished,
     FinishReason,
@@ -25,6 +29,7 @@ from worker.client import (
     PoolOptions,
     RestartPolicy,
     SchedulerOptions,
+    Status,
     WorkerOptions,
     WorkerPool,
     WorkerReport,
@@ -41,7 +46,9 @@ class Misfortune:
 
     token: int
     signal: int | None = None
-    """Kill itself by this signal; None: raise EngineError, as a broken device would."""
+    """Kill itself by this signal; None: raise an error, as a broken device would."""
+    hangs: bool = False
+    """Never return, instead."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +89,8 @@ class UnluckyEngine(Engine):
     def execute(self, plan: StepPlan) -> StepHandle:
         for chunk in plan.prefills:
             if self._misfortune.token in chunk.tokens:
+                if self._misfortune.hangs:
+                    threading.Event().wait()
                 if self._misfortune.signal is not None:
                     os.kill(os.getpid(), self._misfortune.signal)
                 raise RuntimeError(f"token {self._misfortune.token} breaks the engine")
@@ -101,11 +110,13 @@ class Host:
         workers: int = 1,
         scheduler: SchedulerOptions | None = None,
         restarts: RestartPolicy | None = None,
+        hang_timeout_s: float = 300.0,
     ) -> None:
         options = WorkerOptions(
             engine=EngineOptions(Path("unused"), engine="simulated"),
             workers=workers,
             scheduler=scheduler or SchedulerOptions(),
+            hang_timeout_s=hang_timeout_s,
             configure_logs=setup or EngineSetup(),
         )
         self.pools: list[WorkerPool] = []
@@ -149,15 +160,16 @@ class Host:
 
 
 @asynccontextmanager
-async def running(host: Host, pools: int = 1, *, pool_options: PoolOptions | None = None) -> AsyncIterator[Host]:
+async def running(
+    host: Host, pools: int = 1, *, pool_options: PoolOptions | None = None
+) -> AsyncIterator[Host]:
     """Everything up and connected; everything down afterwards."""
     async with asyncio.timeout(TIMEOUT_S * 2):
         host.supervisor.start()
         try:
-            await host.supervisor.wait_ready()
+            await host.until_ready()
             for _ in range(pools):
-                pool = host.add_pool(pool_options)
-                await pool.wait_connected()
+                await until_connected(host.add_pool(pool_options))
             yield host
         finally:
             for pool in host.pools:
@@ -176,6 +188,23 @@ class Answered:
     @property
     def reason(self) -> FinishReason | None:
         return self.finished.reason if self.finished else None
+
+
+async def until_connected(pool: WorkerPool) -> None:
+    """Waits for the pool to be connected to every worker."""
+    async with asyncio.timeout(TIMEOUT_S):
+        await pool.wait_connected()
+        while not all(view.is_connected for view in await pool.statuses()):
+            await asyncio.sleep(0)
+
+
+async def until_status(pool: WorkerPool, condition: Callable[[Status], bool], worker: int = 0) -> Status:
+    """Asks a worker until its status is so."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            status = (await pool.statuses())[worker].status
+            if status is not None and condition(status):
+                return status
 
 
 async def read(
@@ -197,5 +226,17 @@ async def read(
     return answers
 
 
-def request(name: str, prompt: Sequence[int], max_tokens: int, seed: int = 0, **more: Any) -> GenerationRequest:
+def expected(setup: EngineSetup, prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """What the simulated model answers, computed without a worker."""
+    sampling, token_ids = Sampling(seed=seed), range(setup.simulated.vocab_size)
+    state, tokens = advance_all(0, np.array(prompt, np.int32)), list[int]()
+    for index in range(count):
+        tokens.append(choose(state, sampling, index, token_ids, 0))
+        state = advance(state, tokens[-1])
+    return tokens
+
+
+def request(
+    name: str, prompt: Sequence[int], max_tokens: int, seed: int = 0, **more: Any
+) -> GenerationRequest:
     return GenerationRequest(name, list(prompt), Sampling(seed=seed), max_tokens, **more)
