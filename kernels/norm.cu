@@ -1,0 +1,86 @@
+// RMSNorm over rows, fused with the residual add before it and, where asked, with row quantisation.
+//
+// Bound by memory: each row is read once, held in registers, and written once. One block a row.
+#include "ptx.cuh"
+#include "reduce.cuh"
+#include "types.cuh"
+
+using namespace slipstream;
+
+namespace {
+
+constexpr int kVector = 8;  // elements a thread handles at once: 16 bytes of bf16
+
+}  // namespace
+
+// residual[r] += delta[r]; out[r] = residual[r] / rms(residual[r]) · (weight_offset + weight).
+//
+// residual: Residual [·, hidden]. delta: bf16 [·, hidden] or null (nothing is added, residual stays as it is).
+// row_index: null, or int32 [rows]: row r reads residual[row_index[r]] instead, adds delta[row_index[r]]
+// and leaves the residual alone, so that only the rows that sample are normalised.
+// out: bf16 [rows, hidden]; with kQuantize e4m3 [rows, hidden] and scale float32 [rows] = amax / 448.
+// blockDim.x · 8 · kChunks ≥ hidden; hidden % 8 = 0.
+template <typename Residual, bool kQuantize, int kChunks>
+__global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ residual, const bf16* __restrict__ delta,
+                                                     const bf16* __restrict__ weight, const int32* __restrict__ row_index,
+                                                     void* __restrict__ out, float* __restrict__ scale, int32 hidden,
+                                                     float epsilon, float weight_offset) {
+    __shared__ float scratch[2][32];
+    float scaling[kChunks][kVector];  // weights do not depend on earlier kernels: fetched before the wait
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * blockDim.x + threadIdx.x) * kVector;
+        if (column < hidden) load_floats(weight + column, scaling[c]);
+    }
+    allow_next_kernel();
+    wait_for_previous_kernels();
+
+    const int64 row = row_index ? row_index[blockIdx.x] : blockIdx.x;
+    Residual* source = residual + row * hidden;
+    float values[kChunks][kVector];
+    float squares = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * blockDim.x + threadIdx.x) * kVector;
+        if (column >= hidden) continue;
+        load_floats(source + column, values[c]);
+        if (delta) {
+            float added[kVector];
+            load_floats(delta + row * hidden + column, added);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) values[c][j] = to_float(from_float<Residual>(values[c][j] + added[j]));
+            if (!row_index) store_floats(source + column, values[c]);
+        }
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) squares += values[c][j] * values[c][j];
+    }
+    squares = block_reduce(squares, Sum{}, 0.0f, scratch[0]);
+    const float inverse = rsqrtf(squares / hidden + epsilon);
+
+    float largest = 0.0f;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const int column = (c * blockDim.x + threadIdx.x) * kVector;
+        if (column >= hidden) continue;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) {
+            values[c][j] *= inverse * (weight_offset + scaling[c][j]);
+            largest = fmaxf(largest, fabsf(values[c][j]));
+        }
+        if constexpr (!kQuantize) store_floats(static_cast<bf16*>(out) + blockIdx.x * int64(hidden) + column, values[c]);
+    }
+    if constexpr (kQuantize) {
+        largest = block_reduce(largest, Max{}, 0.0f, scratch[1]);
+        const float step = largest > 0.0f ? largest / kE4m3Max : 1.0f;
+        if (threadIdx.x == 0) scale[blockIdx.x] = step;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+            const int column = (c * blockDim.x + threadIdx.x) * kVector;
+            if (column >= hidden) continue;
+            Vec<e4m3, kVector> packed;
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) packed.at[j] = e4m3(values[c][j] / step);
+            *reinterpret_cast<Vec<e4m3, kVector>*>(static_cast<e4m3*>(out) + blockIdx.x * int64(hidden) + column) = packed;
+        }
+    }
+}

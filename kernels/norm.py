@@ -1,0 +1,87 @@
+"""RMSNorm over rows, fused with the residual add before it and with row quantisation (norm.cu)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.compiler import CompileUnit
+from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
+from kernels.tensor import DType, Tensor, expect
+
+SOURCE = "norm.cu"
+_C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
+_VECTOR = 8
+
+
+@dataclass(frozen=True, slots=True)
+class NormVariant:
+    """How a row is spread over a block."""
+
+    chunks: int
+    """Vectors of 8 elements that each thread holds."""
+    max_hidden: int
+    when: str
+
+
+VARIANTS = (
+    NormVariant(1, 8192, "hidden up to 8192: the most threads, so the least latency"),
+    NormVariant(2, 16384, "larger rows"),
+)
+
+
+def _expression(residual: DType, quantise: bool, chunks: int) -> str:
+    return f"add_rms_norm<{_C_TYPES[residual]}, {str(quantise).lower()}, {chunks}>"
+
+
+UNITS = (
+    CompileUnit(
+        SOURCE,
+        tuple(_expression(r, q, v.chunks) for r in _C_TYPES for q in (False, True) for v in VARIANTS),
+    ),
+)
+
+
+def add_rms_norm(
+    library: KernelLibrary,
+    *,
+    residual: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    epsilon: float,
+    delta: Tensor | None = None,
+    scale: Tensor | None = None,
+    row_index: Tensor | None = None,
+    weight_offset: float = 0.0,
+) -> Launch:
+    """residual += delta (if given); out = residual / rms(residual) · (weight_offset + weight).
+
+    residual   float32 or bf16 [rows, hidden], updated in place
+    delta      bf16 [rows, hidden]
+    weight     bf16 [hidden]; hidden a multiple of 8, at most 16384
+    out        bf16 [out rows, hidden], or e4m3 with `scale` float32 [out rows] = row's largest magnitude / 448
+    row_index  int32 [out rows]: row r takes row row_index[r] of residual and delta, and residual stays as it is
+
+    Raises ValueError for shapes that do not fit.
+    """
+    rows, hidden = out.shape
+    quantise = out.dtype is DType.E4M3
+    expect(SOURCE, "residual", residual, residual.dtype, (None if row_index else rows, hidden))
+    expect(SOURCE, "weight", weight, DType.BF16, (hidden,))
+    if residual.dtype not in _C_TYPES or out.dtype not in (DType.BF16, DType.E4M3):
+        raise ValueError(f"{SOURCE}: no kernel from {residual.dtype.value} to {out.dtype.value}")
+    if delta is not None:
+        expect(SOURCE, "delta", delta, DType.BF16, residual.shape)
+    if quantise != (scale is not None):
+        raise ValueError(f"{SOURCE}: scale belongs to an e4m3 result")
+    if scale is not None:
+        expect(SOURCE, "scale", scale, DType.F32, (rows,))
+    if row_index is not None:
+        expect(SOURCE, "row_index", row_index, DType.I32, (rows,))
+    if hidden % _VECTOR or hidden > VARIANTS[-1].max_hidden:
+        raise ValueError(f"{SOURCE}: hidden {hidden} must be a multiple of 8 and at most {VARIANTS[-1].max_hidden}")
+    variant = next(v for v in VARIANTS if hidden <= v.max_hidden)
+    per_thread = _VECTOR * variant.chunks
+    threads = -(-hidden // (per_thread * 32)) * 32
+    kernel = library.kernel(SOURCE, _expression(residual.dtype, quantise, variant.chunks))
+    arguments = (residual, delta, weight, row_index, out, scale, i32(hidden), f32(epsilon), f32(weight_offset))
+    return Launch(kernel, Dim3(rows), Dim3(threads), arguments)

@@ -1,0 +1,35 @@
+"""All kernels there are, by family: what `slipstream kernels build` compiles and `list` shows."""
+
+from __future__ import annotations
+
+from kernels import (
+    activation,
+    attention_decode,
+    attention_prefill,
+    embedding,
+    logprobs,
+    norm,
+    rope,
+    sampling,
+    slots,
+)
+from kernels.compiler import CompileUnit
+
+FAMILIES: dict[str, tuple[CompileUnit, ...]] = {
+    "norm": norm.UNITS,
+    "rope": rope.UNITS,
+    "activation": activation.UNITS,
+    "embedding": embedding.UNITS,
+    "attention_decode": attention_decode.UNITS,
+    "attention_prefill": attention_prefill.UNITS,
+    "sampling": sampling.UNITS,
+    "logprobs": logprobs.UNITS,
+    "slots": slots.UNITS,
+}
+
+
+def all_units() -> tuple[CompileUnit, ...]:
+    """Every unit, those that take longest to compile first."""
+    slow = ("attention_prefill", "attention_decode", "sampling")
+    families = [*slow, *(name for name in FAMILIES if name not in slow)]
+    return tuple(unit for name in families for unit in FAMILIES[name])

@@ -1,0 +1,139 @@
+"""Sampling on the device: one token per row of logits, and the slot's step forward (sampling.cu)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
+
+from kernels.compiler import CompileUnit
+from kernels.launch import Dim3, KernelLibrary, Launch, i32
+from kernels.slots import SlotBuffers
+from kernels.tensor import DType, Tensor, expect
+
+SOURCE = "sampling.cu"
+CHUNK = 4096
+"""Vocabulary entries per block of the scanning kernels."""
+MAX_VOCAB = 128 * CHUNK
+_BINS = 2048
+_C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
+_STAGES = ("sample_scan", "sample_weigh", "sample_collect")
+UNITS = tuple(
+    CompileUnit(SOURCE, tuple(f"{stage}<{c_type}>" for stage in (*_STAGES, "sample_finish")))
+    for c_type in _C_TYPES.values()
+)
+
+
+class RowStatus(IntEnum):
+    """What became of a row."""
+
+    NO_TOKEN = 0
+    """Padding, or its slot is not active."""
+    TOKEN = 1
+    STOPPED = 2
+    """The token is one of the slot's stop tokens; the slot is inactive from now on."""
+    FAULT = 3
+    """Nothing to choose from (a logit is NaN or +inf, or all are −inf); the slot is inactive from now on."""
+
+
+class _Scratch(ctypes.Structure):
+    """SampleScratch of sampling.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64)
+        for name in ("processed", "best", "mass", "bin_counts", "bin_masses", "n_collected", "collected")
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SampleShape:
+    """What the scratch depends on."""
+
+    rows: int
+    stride: int
+    """Entries from one row of logits to the next, a multiple of 8; at least the vocabulary."""
+    vocab: int
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.vocab // CHUNK)
+
+    def scratch(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """Shapes and types of the buffers, by field of SampleScratch."""
+        return {
+            "processed": ((self.rows, self.stride), DType.F32),
+            "best": ((self.rows, self.chunks, 2), DType.U64),
+            "mass": ((self.rows, self.chunks), DType.U64),
+            "bin_counts": ((self.rows, _BINS), DType.I32),
+            "bin_masses": ((self.rows, _BINS), DType.U64),
+            "n_collected": ((self.rows, self.chunks), DType.I32),
+            "collected": ((self.rows, self.chunks, CHUNK * 2), DType.U8),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SampleScratch:
+    """Device buffers of SampleShape.scratch, for one stream."""
+
+    processed: Tensor
+    best: Tensor
+    mass: Tensor
+    bin_counts: Tensor
+    bin_masses: Tensor
+    n_collected: Tensor
+    collected: Tensor
+
+
+def sample(
+    library: KernelLibrary,
+    *,
+    logits: Tensor,
+    row_slot: Tensor,
+    slots: SlotBuffers,
+    scratch: SampleScratch,
+    tokens: Tensor,
+    statuses: Tensor,
+    first_token: bool,
+    all_greedy: bool = False,
+) -> list[Launch]:
+    """The launches that sample every row whose slot is at it, in order.
+
+    logits      float32 or bf16 [rows, stride]; entries from the vocabulary's end on are ignored
+    row_slot    int32 [rows], −1 for padding; no slot twice
+    scratch     as in SampleShape.scratch, for at least these rows and this stride
+    tokens      int32 [rows], −1 where there is none; statuses: int32 [rows], RowStatus
+    first_token the rows end a prefill: their slots are not active yet, and become so
+    all_greedy  temperature is 0 in every row: two launches instead of four
+
+    A slot whose row got a token has it as last_token, its position and output count are one higher, and it is
+    active unless it stopped. Raises ValueError for shapes that do not fit.
+    """
+    rows, stride = logits.shape
+    vocab = slots.shape.vocab
+    if logits.dtype not in _C_TYPES or stride % 8 or stride < vocab or vocab > MAX_VOCAB:
+        raise ValueError(
+            f"{SOURCE}: logits must be float32 or bf16 with a stride that is a multiple of 8 and at least the "
+            f"vocabulary ({vocab}, at most {MAX_VOCAB}), got {logits.dtype.value} with {stride}"
+        )
+    expect(SOURCE, "logits", logits, logits.dtype, (rows, stride))
+    for name, tensor in (("row_slot", row_slot), ("tokens", tokens), ("statuses", statuses)):
+        expect(SOURCE, name, tensor, DType.I32, (rows,))
+    shape = SampleShape(rows, stride, vocab)
+    for name, (wanted, dtype) in shape.scratch().items():
+        buffer: Tensor = getattr(scratch, name)
+        if buffer.dtype is not dtype or buffer.bytes < Tensor(0, wanted, dtype).bytes:
+            raise ValueError(f"{SOURCE}: scratch.{name} is {list(buffer.shape)}, needs {list(wanted)}")
+    view = _Scratch(*(getattr(scratch, name).address for name in shape.scratch()))
+    arrays = slots.arrays()
+    c_type = _C_TYPES[logits.dtype]
+    stages = _STAGES[:1] if all_greedy else _STAGES
+    grid = Dim3(shape.chunks, rows)
+    scan_arguments = (logits, row_slot, arrays, view, i32(stride), i32(first_token))
+    launches = [
+        Launch(library.kernel(SOURCE, f"{stage}<{c_type}>"), grid, Dim3(256), scan_arguments) for stage in stages
+    ]
+    finish = library.kernel(SOURCE, f"sample_finish<{c_type}>")
+    finish_arguments = (
+        logits, row_slot, arrays, view, tokens, statuses, i32(stride), i32(shape.chunks), i32(first_token),
+    )  # fmt: skip
+    return [*launches, Launch(finish, Dim3(rows), Dim3(512), finish_arguments)]
