@@ -90,9 +90,7 @@ class ScriptedGeneration:
         self._update(index).started = AnswerStarted(cached_tokens, 0.001)
         self._wake.set()
 
-    def push(
-        self, tokens: Sequence[int], index: int = 0, logprobs: Sequence[TokenLogprobs] = ()
-    ) -> None:
+    def push(self, tokens: Sequence[int], index: int = 0, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         update = self._update(index)
         update.tokens += tokens
         update.logprobs += logprobs
@@ -249,15 +247,17 @@ async def rpc_server(
         serving.model = ServedModel.of(MODEL_NAME, checkpoint, tokenizer, INFO, capacity, 8)
         serving.set_workers([True], True)
     port = await server.start("127.0.0.1:0")
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(channel_options)) as channel:
-        yield Harness(
-            server, serving, pool, control, tokenizer, port, channel,
-            inference_pb2_grpc.InferenceStub(channel),
-            control_pb2_grpc.ControlStub(channel),
-            health_pb2_grpc.HealthStub(channel),
-            vllm_engine_pb2_grpc.VllmEngineStub(channel),
-        )  # fmt: skip
-    await server.stop(0)
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=list(channel_options)) as channel:
+            yield Harness(
+                server, serving, pool, control, tokenizer, port, channel,
+                inference_pb2_grpc.InferenceStub(channel),
+                control_pb2_grpc.ControlStub(channel),
+                health_pb2_grpc.HealthStub(channel),
+                vllm_engine_pb2_grpc.VllmEngineStub(channel),
+            )  # fmt: skip
+    finally:
+        await server.stop(0)
 
 
 async def error_of(call: Awaitable[Any]) -> grpc.aio.AioRpcError:
@@ -273,11 +273,11 @@ async def read_stream(call: Any) -> tuple[list[Any], grpc.StatusCode, str]:
     """All messages of a stream, its status and the status's message."""
     messages = []
     try:
-        async for message in call:
+        while (message := await call.read()) is not grpc.aio.EOF:
             messages.append(message)
     except grpc.aio.AioRpcError as error:
         return messages, error.code(), error.details() or ""
-    return messages, grpc.StatusCode.OK, ""
+    return messages, await call.code(), await call.details()
 
 
 def _detail(error: grpc.aio.AioRpcError, kind: Any) -> Any:
