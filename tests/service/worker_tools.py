@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+import worker.links
 from engine.errors import ModelError
 from engine.interface import Engine, Progress, Sampling, StepHandle, StepPlan
 from engine.options import EngineOptions
@@ -62,11 +63,15 @@ class EngineSetup:
     """Load fails with this message."""
     hold_load: Path | None = None
     """Loading reads this FIFO to its end first."""
+    max_backlog: int | None = None
+    """Entries that may wait for a front."""
 
     def __call__(self, **_role: Any) -> None:
         factory = ModuleType("engine.factory")
         factory.load_engine = self.load  # type: ignore[attr-defined]
         sys.modules["engine.factory"] = factory
+        if self.max_backlog is not None:
+            worker.links.MAX_BACKLOG = self.max_backlog
 
     def load(self, options: EngineOptions, progress: Progress) -> Engine:
         progress("reading weights", 0.5)
