@@ -18,11 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.parity.families import (
     CASES,
     GOLDEN,
     PROMPT_LENGTHS,
+    ROPES,
     Case,
     build_checkpoint,
     kept_positions,
@@ -72,15 +74,33 @@ def golden(case: Case) -> dict[str, np.ndarray]:
     return result
 
 
+def rope_golden() -> dict[str, np.ndarray]:
+    """Frequencies float32 [rotary_dim / 2] by name, and the factor on cos and sin under "name/factor"."""
+    result = {}
+    for name, rope in ROPES.items():
+        config = transformers.LlamaConfig(
+            head_dim=rope.head_dim,
+            hidden_size=2 * rope.head_dim,
+            num_attention_heads=2,
+            max_position_embeddings=131072,
+            rope_parameters=dict(rope.parameters),
+        )
+        compute = ROPE_INIT_FUNCTIONS[rope.parameters["rope_type"]]
+        frequencies, factor = compute(config, torch.device("cpu"))
+        result[name] = frequencies.numpy()
+        result[f"{name}/factor"] = np.float32(factor)
+    return result
+
+
 def main() -> None:
-    families = list(dict.fromkeys(case.family for case in CASES))
+    families = ["rope", *dict.fromkeys(case.family for case in CASES)]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", default=families, metavar="family", help=", ".join(families))
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     for family in parser.parse_args().families:
-        arrays: dict[str, np.ndarray] = {}
+        arrays = rope_golden() if family == "rope" else {}
         for case in CASES:
             if case.family == family:
                 arrays |= golden(case)

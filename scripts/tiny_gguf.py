@@ -81,8 +81,9 @@ def _write_settings(
     writer.add_rope_dimension_count(last.head_dim)
     assert last.rope is not None
     writer.add_rope_freq_base(last.rope.theta)
-    if first.window is not None:
-        writer.add_sliding_window(first.window)
+    windows = [mixer.window for mixer in mixers if mixer.window is not None]
+    if windows:
+        writer.add_sliding_window(windows[0])
     if architecture == "qwen3moe":
         writer.add_expert_count(config["num_experts"])
         writer.add_expert_used_count(config["num_experts_per_tok"])
@@ -95,7 +96,8 @@ def _write_settings(
 
 def _write_gemma(writer: gguf.GGUFWriter, model: ModelConfig, mixers: list[AttentionSpec]) -> None:
     """Global layers under the plain keys, sliding ones under those with _swa."""
-    first, last = mixers[0], mixers[-1]
+    last = mixers[-1]
+    first = next(mixer for mixer in mixers if mixer.window is not None)
     assert first.rope is not None
     assert last.rope is not None
     writer.add_head_count_kv([mixer.n_kv_heads for mixer in mixers])

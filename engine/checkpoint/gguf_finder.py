@@ -82,11 +82,11 @@ class GgufFinder:
         if expert is not None:
             feed_forward = self._config.layers[int(canonical.split(".")[1])].feed_forward
             shape = (getattr(feed_forward, "n_experts", 0), *shape)
-        if stored != shape:
-            return f"tensor {source.name!r} has shape {list(stored)} where {list(shape)} is needed"
         if not isinstance(source.type, TensorType):
             known = ", ".join(t.name for t in TensorType if t is not TensorType.F8_E4M3)
             return f"tensor {source.name!r} has the type {source.type}; supported are {known}"
+        if stored != shape:
+            return f"tensor {source.name!r} has shape {list(stored)} where {list(shape)} is needed"
         return None
 
     def _permuted_heads(self, canonical: str) -> int | None:

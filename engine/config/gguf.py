@@ -95,7 +95,9 @@ def _shared(keys: _Keys, shapes: Shapes) -> dict[str, object]:
 def _uniform(keys: _Keys, shapes: Shapes) -> dict[str, object]:
     """Architectures whose layers all have the same heads and rope."""
     n_heads = keys.integer("attention.head_count")
-    head_dim = keys.maybe_integer("attention.key_length") or keys.integer("embedding_length") // n_heads
+    head_dim = keys.maybe_integer("attention.key_length") or max(
+        keys.integer("embedding_length") // n_heads, 1
+    )
     if keys.maybe_integer("attention.value_length") not in (None, head_dim):
         raise UnsupportedModelError(
             f"{keys.section.where}: values of another size than keys are not supported"

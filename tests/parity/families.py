@@ -11,11 +11,23 @@ from numpy.typing import NDArray
 
 from engine.config import ModelConfig
 from scripts.random_checkpoint import write_random_checkpoint
-from tests.parity.family_cases import CASES, PROMPT_LENGTHS, VOCAB, Case
+from tests.parity.family_cases import CASES, PROMPT_LENGTHS, ROPES, VOCAB, Case
 
 GOLDEN = Path(__file__).parent / "golden"
 
-__all__ = ["CASES", "PROMPT_LENGTHS", "VOCAB", "Case", "Expected", "build_checkpoint", "expected", "prompt"]
+__all__ = [
+    "CASES",
+    "PROMPT_LENGTHS",
+    "ROPES",
+    "VOCAB",
+    "Case",
+    "Expected",
+    "build_checkpoint",
+    "expected",
+    "golden_rope",
+    "kept_positions",
+    "prompt",
+]
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,12 @@ def expected(case: Case, length: int) -> Expected:
     """The golden logits for the prompt of that length."""
     logits = _golden(case.family)[f"{case.name}/{length}"]
     return Expected(prompt(length), kept_positions(length), logits)
+
+
+def golden_rope(name: str) -> tuple[NDArray[np.float32], float]:
+    """(frequencies float32 [rotary_dim / 2], factor on cos and sin) of one of ROPES."""
+    golden = _golden("rope")
+    return golden[name], float(golden[f"{name}/factor"])
 
 
 @cache

@@ -419,3 +419,51 @@ def _all_cases() -> Iterator[Case]:
 
 
 CASES = tuple(_all_cases())
+
+
+@dataclass(frozen=True)
+class RopeCase:
+    """Rope settings of a real model."""
+
+    head_dim: int
+    parameters: dict[str, Any]
+
+
+ROPES = {
+    "llama-3.1": RopeCase(
+        128,
+        {
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ),
+    "qwen3-yarn": RopeCase(
+        128,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 1000000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 32768,
+        },
+    ),
+    "yarn-untruncated": RopeCase(
+        64,
+        {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 40.0,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+    ),
+    "linear": RopeCase(96, {"rope_type": "linear", "rope_theta": 10000.0, "factor": 8.0}),
+    "gemma-4-global": RopeCase(
+        512, {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25}
+    ),
+}
