@@ -36,10 +36,11 @@ class VllmEncoder:
         self._gathered = None if is_streaming else [_Gathered() for _ in range(request.n)]
 
     def responses(self, delta: AnswerDelta) -> list[vllm.GenerateResponse]:
-        """The messages that a delta makes: none, a chunk, a Complete, or both."""
+        """The messages that a delta makes: none, a chunk, a Complete, or both. Never a chunk without
+        tokens: the gateway takes the first chunk for the first token."""
         if self._gathered is None:
             messages = []
-            if delta.tokens or delta.finish is None:
+            if delta.tokens or delta.prompt_logprobs is not None:
                 messages.append(vllm.GenerateResponse(chunk=self._chunk(delta)))
             if delta.finish is not None:
                 messages.append(self._complete(delta, delta.tokens, delta.logprobs, None))

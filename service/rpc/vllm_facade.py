@@ -52,7 +52,11 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
                 encoder = VllmEncoder(checked, request.stream)
 
                 async def send(delta: AnswerDelta) -> None:
-                    for message in encoder.responses(delta):
+                    messages = encoder.responses(delta)
+                    if delta.is_first and not messages and delta.index == 0:
+                        # Admitted: headers let the gateway's call return, long before a first token.
+                        await context.send_initial_metadata(())
+                    for message in messages:
                         await context.write(message)
 
                 serving = self._serving
