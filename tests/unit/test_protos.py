@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -34,6 +35,6 @@ def test_every_method_is_explained() -> None:
     """People who only have the .proto must find what a method does."""
     for path in PROTOS.rglob("*.proto"):
         lines = [line.strip() for line in path.read_text().splitlines()]
-        for before, line in zip(lines, lines[1:], strict=False):
+        for before, line in itertools.pairwise(lines):
             if line.startswith("rpc "):
                 assert before.startswith("//"), f"{path.name}: {line}"
