@@ -33,7 +33,10 @@ def configure_logs(log_format: str, level: str, **role: Any) -> None:
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso" if is_json else "%H:%M:%S.%f", utc=is_json),
     ]
-    renderers: list[Processor] = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    console = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+    renderers: list[Processor] = [console]
     if is_json:
         renderers = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     structlog.configure(

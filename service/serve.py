@@ -23,6 +23,7 @@ from service.metrics import prometheus_text
 from service.models import ModelNotFound, ResolvedModel, resolve_model
 from service.options import ServeOptions
 from service.ports import PortReservation, PortUnavailable
+from service.secrets import check_secrets
 from service.shutdown import ServerFailed, Shutdown, StoppedAtOnce
 from worker.client import EngineInfo, EngineOptions, SchedulerOptions, WorkerFailed, WorkerOptions
 
@@ -66,6 +67,7 @@ class Server:
         """Returns after a drain. Raises ServerFailed, PortUnavailable, ModelNotFound, WorkerFailed or
         StoppedAtOnce; every process is gone then."""
         self._handle_signals()
+        check_secrets(self._options)
         reservation = PortReservation(self._options.host, self._options.port)
         http = self._open_http()
         try:
