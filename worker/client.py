@@ -28,6 +28,7 @@ from worker.generation import (
     Rejection,
     Update,
 )
+from worker.inspection import inspect_model
 from worker.messages import (
     FinishReason,
     HistogramData,
@@ -101,6 +102,7 @@ __all__ = [
     "WorkerState",
     "WorkerSupervisor",
     "WorkerView",
+    "inspect_model",
     "merge_metrics",
     "spawn_process",
 ]

@@ -196,3 +196,13 @@ def test_help_needs_no_heavy_module() -> None:
     )
     for command in ("serve", "chat", "status", "bench", "inspect"):
         assert command in result.stdout
+
+
+def test_inspect_tells_a_usable_model_from_a_broken_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    good = CliRunner().invoke(app, ["inspect", str(tiny_checkpoint)])
+    assert good.exit_code == 0
+    assert "llama" in good.stdout.lower()
+    bad = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert bad.exit_code == 1
+    (line,) = bad.stderr.splitlines()
+    assert str(tmp_path) in line
