@@ -120,7 +120,7 @@ def test_a_server_that_is_not_there_is_one_clear_line(python_client: Client, nod
 def stubs(folder: Path) -> dict[str, str]:
     """This project's stubs by file name, without comments."""
     return {
-        path.name: re.sub(r"/\*\*.*?\*/|//[^\n]*", "", path.read_text(), flags=re.S)
+        path.name: re.sub(r"/\*\*.*?\*/|^//[^\n]*", "", path.read_text(), flags=re.S | re.M)
         for path in (folder / "slipstream" / "v1").iterdir()
     }
 
