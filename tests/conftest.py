@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from service.models import ModelNotFound, resolve_model
+
+# Examples are not timed: a loaded machine is no failure.
+settings.register_profile("slipstream", deadline=None)
+settings.load_profile("slipstream")
 
 
 @pytest.fixture(scope="session")

@@ -172,7 +172,7 @@ def _scored(vocabulary: _Vocabulary) -> _Built:
     if not vocabulary.scores:
         raise TokenizerError("The file holds no tokenizer.ggml.scores, which this tokenizer needs.")
     adds_space = vocabulary.flag("add_space_prefix", True)
-    tokenizer = _bpe(vocabulary, _merges_from_scores(vocabulary), byte_fallback=True)
+    tokenizer = _bpe(vocabulary, _merges_from_scores(vocabulary), **_fallback(vocabulary))
     decoder = sentencepiece_decoder(strips_leading_space=adds_space)
     tokenizer = _sentencepiece(tokenizer, vocabulary, adds_space)
     return tokenizer, decoder, vocabulary.flag("add_bos_token", True)
@@ -197,7 +197,7 @@ def _merged_sentencepiece(vocabulary: _Vocabulary) -> _Built:
 
     Texts always begin with bos: some files state `add_bos_token: false`, and the model derails without.
     """
-    tokenizer = _bpe(vocabulary, vocabulary.merges(), byte_fallback=True)
+    tokenizer = _bpe(vocabulary, vocabulary.merges(), **_fallback(vocabulary))
     decoder = sentencepiece_decoder(strips_leading_space=False)
     return _sentencepiece(tokenizer, vocabulary, adds_space=False), decoder, True
 
@@ -209,16 +209,21 @@ _BUILDERS: dict[str, Callable[[_Vocabulary], _Built]] = {
 }
 
 
-def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: bool) -> Tokenizer:
-    unknown = vocabulary.token_id("unknown_token_id")
-    if options.get("byte_fallback") and unknown is not None:
-        options_all: dict[str, Any] = {**options, "unk_token": vocabulary.tokens[unknown], "fuse_unk": True}
-    else:
-        options_all = dict(options)
+def _bpe(vocabulary: _Vocabulary, merges: list[tuple[str, str]], **options: Any) -> Tokenizer:
     try:
-        return Tokenizer(models.BPE(vocabulary.ids, merges, **options_all))
+        return Tokenizer(models.BPE(vocabulary.ids, merges, **options))
     except Exception as error:  # the library raises Exception itself
         raise TokenizerError(f"The vocabulary and merges do not fit together: {error}") from error
+
+
+def _fallback(vocabulary: _Vocabulary) -> dict[str, Any]:
+    """Characters without a token become byte tokens; without those, too, the unknown token."""
+    unknown = vocabulary.token_id("unknown_token_id")
+    return {
+        "byte_fallback": True,
+        "fuse_unk": True,
+        "unk_token": vocabulary.tokens[unknown] if unknown is not None else None,
+    }
 
 
 def _sentencepiece(tokenizer: Tokenizer, vocabulary: _Vocabulary, adds_space: bool) -> Tokenizer:
