@@ -6,6 +6,7 @@ configuration and seed are the same model, up to quantization.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -140,8 +141,6 @@ def _write_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:
 
 
 def _merges(tokenizer: Any) -> list[tuple[str, str]]:
-    import json
-
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 

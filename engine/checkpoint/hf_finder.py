@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
-
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.checkpoint.naming import hf_name
 from engine.checkpoint.resolve import Found, matches_any
+from engine.checkpoint.scales import ScaleLayout, is_scale, read_plain, scale_layout
 from engine.checkpoint.tensor import SourceTensor, Tensor
-from engine.config import ModelConfig, WeightFormat, WeightScheme
+from engine.config import ModelConfig, WeightFormat
 from engine.errors import CheckpointError
-from engine.quantization.decode import decode
 from engine.quantization.tensor_type import TensorType
 
 PREFIXES = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
@@ -78,9 +76,12 @@ class HfFinder:
         if stored == () and shape == (1,):
             stored = (1,)
         scale = self._scale_of(source.name)
-        problem = check(source, stored, shape, scale, self._config.weight_format)
+        layout = None
+        if scale is not None and len(shape) == 2:
+            layout = scale_layout(scale.shape, (shape[0], shape[1]), self._config.weight_format)
+        problem = check(source, stored, shape, scale, layout)
         names = (source.name,) if scale is None else (source.name, scale.name)
-        load = partial(load_tensor, canonical, source, shape, scale, self._config.weight_format)
+        load = partial(_load, canonical, source, shape, scale, layout)
         return Found(load, str(source.type), names, problem)
 
     def _scale_of(self, weight: str) -> SourceTensor | None:
@@ -93,20 +94,19 @@ class HfFinder:
     ) -> Found | None:
         """One expert out of [experts, 2 · intermediate, hidden] (gate over up) or [experts, hidden, …]."""
         stem = self.prefix + hf_name(f"{experts}.0.{part}", self._own).rpartition(".0.")[0]
-        name = f"{stem}.{'down_proj' if part == 'down' else 'gate_up_proj'}"
-        source = self._sources.get(name)
+        source = self._sources.get(f"{stem}.{'down_proj' if part == 'down' else 'gate_up_proj'}")
         if source is None:
             return None
-        n_experts = self._n_experts(experts)
         rows, columns = shape
-        fused = (n_experts, rows if part == "down" else 2 * rows, columns)
+        fused = (self._n_experts(experts), rows if part == "down" else 2 * rows, columns)
+        place = _Place(index, fused[1], rows if part == "up" else 0)
         scale = self._scale_of(source.name)
         names = (source.name,) if scale is None else (source.name, scale.name)
-        problem = check(source, source.shape, fused, None, self._config.weight_format)
-        if problem is None and scale is not None:
-            problem = f"tensor {name!r} is fused and FP8, which is not supported"
-        first_row = index * fused[1] + (rows if part == "up" else 0)
-        load = partial(load_rows, canonical, source, shape, first_row)
+        layout = None if scale is None else _expert_layout(scale, fused, self._config.weight_format)
+        if layout is not None and not layout.can_split_at(place.first):
+            layout = None
+        problem = check(source, source.shape, fused, scale, layout)
+        load = partial(_load_expert, canonical, source, (rows, columns), place, scale, layout)
         return Found(load, str(source.type), names, problem)
 
     def _n_experts(self, experts: str) -> int:
@@ -126,66 +126,73 @@ def check(
     stored: tuple[int, ...],
     shape: tuple[int, ...],
     scale: SourceTensor | None,
-    weight_format: WeightFormat,
+    layout: ScaleLayout | None,
 ) -> str | None:
     """A sentence about what is wrong with a weight, if anything is."""
     if stored != shape:
         return f"tensor {source.name!r} has shape {list(source.shape)} where {list(shape)} is needed"
     if not isinstance(source.type, TensorType):
         return f"tensor {source.name!r} has the unusable type {source.type}"
-    if source.type is TensorType.F8_E4M3:
-        if scale is None:
-            return f"tensor {source.name!r} is FP8 but has no scale beside it"
-        if scale_layout(scale, shape, weight_format) is None:
-            return f"tensor {scale.name!r} of shape {list(scale.shape)} does not fit {list(shape)} as a scale"
-    elif scale is not None:
-        return f"tensor {source.name!r} of type {source.type} has a scale, which only FP8 weights may have"
+    if source.type is not TensorType.F8_E4M3:
+        return (
+            None if scale is None else f"tensor {source.name!r} of type {source.type} must not have a scale"
+        )
+    if scale is None:
+        return f"tensor {source.name!r} is FP8 but has no scale beside it"
+    if layout is None or not is_scale(scale):
+        return (
+            f"tensor {scale.name!r} of type {scale.type} and shape {list(scale.shape)} does not fit "
+            f"{source.name!r} of shape {list(shape)} as a scale"
+        )
     return None
 
 
-def scale_layout(
-    scale: SourceTensor, shape: tuple[int, ...], weight_format: WeightFormat
-) -> tuple[tuple[int, int], tuple[int, int] | None] | None:
-    """(shape of the scale as a matrix, its block or None) of a known layout; None if it fits none."""
-    if scale.type not in (TensorType.F32, TensorType.BF16, TensorType.F16) or len(shape) != 2:
-        return None
-    rows, columns = shape
-    if scale.shape in ((), (1,)):
-        return (1, 1), None
-    if scale.shape in ((rows,), (rows, 1)):
-        return (rows, 1), None
-    if weight_format.scheme is WeightScheme.FP8_BLOCK and weight_format.block is not None:
-        block = weight_format.block
-        blocks = (-(-rows // block[0]), -(-columns // block[1]))
-        if scale.shape == blocks:
-            return blocks, block
-    return None
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an expert's matrix lies in a fused tensor."""
+
+    expert: int
+    rows_per_expert: int
+    first: int
+    """Its first row among the expert's."""
 
 
-def load_tensor(
+def _load(
     canonical: str,
     source: SourceTensor,
     shape: tuple[int, ...],
     scale: SourceTensor | None,
-    weight_format: WeightFormat,
+    layout: ScaleLayout | None,
 ) -> Tensor:
-    tensor_type = TensorType(source.type)
     data = source.read().reshape(shape[0] if len(shape) > 1 else 1, -1)
-    if scale is None:
-        return Tensor(canonical, tensor_type, shape, data)
-    layout = scale_layout(scale, shape, weight_format)
-    if layout is None:
-        raise CheckpointError(f"tensor {scale.name!r} does not fit as a scale")
-    values = read_vector(scale).reshape(layout[0])
-    return Tensor(canonical, tensor_type, shape, data, values, layout[1])
+    if scale is None or layout is None:
+        return Tensor(canonical, TensorType(source.type), shape, data)
+    values = read_plain(scale).reshape(layout.shape)
+    return Tensor(canonical, TensorType(source.type), shape, data, values, layout.block)
 
 
-def load_rows(canonical: str, source: SourceTensor, shape: tuple[int, ...], first_row: int) -> Tensor:
-    """Rows first_row … of a fused tensor whose last dimension is the columns."""
+def _expert_layout(
+    scale: SourceTensor, fused: tuple[int, int, int], weight_format: WeightFormat
+) -> ScaleLayout | None:
+    """Scales of fused experts have the experts first, or are one for all."""
+    of_one = scale.shape[1:] if scale.shape[:1] == fused[:1] and fused[0] > 1 else scale.shape
+    return scale_layout(of_one, fused[1:], weight_format)
+
+
+def _load_expert(
+    canonical: str,
+    source: SourceTensor,
+    shape: tuple[int, int],
+    place: _Place,
+    scale: SourceTensor | None,
+    layout: ScaleLayout | None,
+) -> Tensor:
+    """The rows of one expert, of which the last dimension is the columns."""
     data = source.read().reshape(-1, TensorType(source.type).row_bytes(shape[1]))
-    return Tensor(canonical, TensorType(source.type), shape, data[first_row : first_row + shape[0]])
-
-
-def read_vector(source: SourceTensor) -> NDArray[np.float32]:
-    """A small plain tensor, float32 [n]."""
-    return decode(source.read().reshape(1, -1), TensorType(source.type)).reshape(-1)
+    first = place.expert * place.rows_per_expert + place.first
+    tensor = Tensor(canonical, TensorType(source.type), shape, data[first : first + shape[0]])
+    if scale is None or layout is None:
+        return tensor
+    all_scales = read_plain(scale).reshape(-1, *layout.shape)
+    own = all_scales[place.expert if len(all_scales) > 1 else 0]
+    return replace(tensor, scale=layout.rows(own, place.first, shape[0]), scale_block=layout.block)

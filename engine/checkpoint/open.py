@@ -12,8 +12,9 @@ from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.folder import read_folder_config, read_folder_tensors
 from engine.checkpoint.gguf_file import GgufFile, read_gguf
 from engine.checkpoint.gguf_finder import GgufFinder
-from engine.checkpoint.hf_finder import HfFinder, read_vector
+from engine.checkpoint.hf_finder import HfFinder
 from engine.checkpoint.resolve import Resolution, resolve
+from engine.checkpoint.scales import read_plain
 from engine.checkpoint.tensor import SourceTensor
 from engine.config import ModelConfig
 from engine.config.gguf import model_config_from_gguf
@@ -86,7 +87,7 @@ def _frequency_factors(file: GgufFile) -> tuple[float, ...]:
         return ()
     if source.type is not TensorType.F32:
         raise CheckpointError(f"{file.path}: rope_freqs.weight must be F32, not {source.type}")
-    return tuple(float(value) for value in read_vector(source))
+    return tuple(float(value) for value in read_plain(source))
 
 
 def _is_same(one: SourceTensor, other: SourceTensor) -> bool:
