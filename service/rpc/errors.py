@@ -76,7 +76,7 @@ class InvalidRequest(RpcError):
 
 def _describe(violations: Sequence[Violation]) -> tuple[str, BadRequest]:
     details = BadRequest()
-    texts = []
+    texts: list[str] = []
     size = 0
     for violation in violations[:MAX_VIOLATIONS]:
         field = shorten(violation.field, MAX_FIELD_BYTES)
