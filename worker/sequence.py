@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 NO_SLOT = -1
 
-Rank = tuple[int, int, int]
-"""(−priority, arrival, answer): the lesser goes first, and the greatest is the first to be preempted."""
+Rank = tuple[int, bool, int, int]
+"""(−priority, whether new rather than resubmitted, arrival, answer): the lesser goes first, and the
+greatest is the first to be preempted."""
 
 
 class State(Enum):

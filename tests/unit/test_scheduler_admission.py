@@ -156,6 +156,20 @@ def test_a_resubmission_is_taken_whatever_the_queue_and_goes_on_where_it_was() -
     harness.run()
     assert harness.tokens(key) == whole.tokens(reference)
     assert harness.finished(key) is harness.finished(busy) is FinishReason.LENGTH
+    assert harness.scheduler.stats().generated_tokens == 50 + 12
+    assert sum(len(plan.decodes) for plan in harness.plans) == 49 + 11
+
+
+def test_a_resubmission_goes_before_new_requests_of_its_priority() -> None:
+    harness = Harness(SimulatedOptions(slots=1, pipeline_depth=1))
+    new = harness.submit(10, 3)
+    urgent = harness.submit(10, 3, priority=1)
+    resubmitted = harness.submit(10, 3, is_resubmission=True)
+    order = []
+    while harness.turn():
+        for message in harness.messages.pop().values():
+            order += [finished.key for finished in message.finished]
+    assert order == [urgent, resubmitted, new]
 
 
 @pytest.mark.parametrize(

@@ -199,9 +199,9 @@ def test_nobody_passes_the_first_in_line_that_waits_for_pages() -> None:
 def test_growing_sequences_keep_some_pages_from_newcomers() -> None:
     """A newcomer that took the last page would be pushed out again at once."""
     harness = Harness(depth(1, slots=4, pages=32))
-    harness.submit(64 * 30, 30)
+    harness.submit(1950, 60)  # on 31 pages, and soon on all 32
     harness.turn()
-    newcomer = harness.submit(65, 30)
+    newcomer = harness.submit(10, 50)
     harness.run()
     assert harness.finished(newcomer) is FinishReason.LENGTH
     assert harness.scheduler.stats().preemptions == 0

@@ -65,7 +65,7 @@ class Admission:
                 sampling=sampling,
                 max_tokens=message.max_tokens,
                 news=news,
-                rank=(-message.priority, request.arrival, answer),
+                rank=(-message.priority, not message.is_resubmission, request.arrival, answer),
                 output=output.copy(),
                 prompt_logprobs=None if sampling.prompt_logprobs is None else [],
             )

@@ -7,7 +7,8 @@ from worker.sequence import Rank, Sequence, State
 
 
 class WaitingLine:
-    """In order of rank: priority, then arrival, whether new, preempted or resumed.
+    """In order of rank: priority, then resubmissions, whose clients have part of an answer already, then
+    arrival. A preempted or resumed sequence has the rank it always had.
 
     Some are *parked*: they stand aside until the page they want to share is computed, so that those
     behind them are not held up.

@@ -46,7 +46,6 @@ class _Draft:
 
     starts: list[SlotStart] = field(default_factory=list)
     pages: list[PageAssignment] = field(default_factory=list)
-    has_preempted: bool = False
 
 
 class StepPlanner:
@@ -123,7 +122,6 @@ class StepPlanner:
         for sequence in short:
             while sequence.state is State.DECODING and self.pages.n_available == 0:
                 self._preempt(self.residents.worst())
-                draft.has_preempted = True
             if sequence.state is State.DECODING:
                 draft.pages.append(self.residents.grow(sequence))
 
@@ -142,7 +140,7 @@ class StepPlanner:
             return []
         budget = ChunkBudget(tokens)
         position = 0
-        newcomer = self._next_newcomer(draft)
+        newcomer = self._next_newcomer()
         while budget.left > 0 and (position < len(residents) or newcomer is not None):
             if newcomer is None or (
                 position < len(residents) and residents[position].rank < newcomer[0].rank
@@ -153,19 +151,19 @@ class StepPlanner:
                 if length:
                     budget.take(sequence, length)
             elif self._admit(*newcomer, budget, draft):
-                newcomer = self._next_newcomer(draft)
+                newcomer = self._next_newcomer()
             else:
                 newcomer = None
         budget.top_up()
         return budget.chunks
 
-    def _next_newcomer(self, draft: _Draft) -> tuple[Sequence, list[int]] | None:
+    def _next_newcomer(self) -> tuple[Sequence, list[int]] | None:
         """The head of the line with the cached pages it can share, if there are a slot and pages for it.
 
-        Nobody passes a head that has to wait for pages, or long prompts would wait for ever. No newcomer
-        comes in a step that had to push somebody out.
+        Nobody passes a head that has to wait for pages, or long prompts would wait for ever. (So one that
+        was pushed out just now keeps those behind it from the pages it gave, and cannot return itself.)
         """
-        if draft.has_preempted or self.residents.n_free_slots == 0:
+        if self.residents.n_free_slots == 0:
             return None
         while (sequence := self.line.head()) is not None:
             if sequence.ready_after > self.last_collected:
