@@ -1,0 +1,191 @@
+"""Decode and prefill attention over pages against float64, at awkward contexts, groups and windows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from kernel_support import Gpu, PagedCase, assert_close, assert_untouched, attention_reference, random_bf16
+
+from kernels import attention_decode as decode
+from kernels import attention_prefill as prefill
+from kernels.tensor import DType
+
+pytestmark = pytest.mark.gpu
+CONTEXTS = [1, 63, 64, 65, 200, 4097, 128, 1000]
+TOLERANCE = {"rtol": 2**-7, "atol": 4e-3}
+"""Weights are rounded to bf16 before they meet the values: 2^−9 of the result's scale, and its own rounding."""
+
+
+def run_decode(
+    gpu: Gpu, case: PagedCase, query: np.ndarray, row_slot: np.ndarray, active: np.ndarray, *, scale: float,
+    window: int | None = None, softcap: float | None = None, variant: decode.DecodeVariant | None = None,
+    splits: int | None = None, min_pages: int = decode.MIN_SPLIT_PAGES, repeat: int = 1,
+) -> np.ndarray:  # fmt: skip
+    rows, n_heads, head_dim = query.shape
+    n_kv_heads = case.k_pages.shape[1]
+    splits = splits or decode.max_splits(gpu.limits, n_kv_heads)
+    shape = decode.DecodeShape(rows, n_heads, n_kv_heads, head_dim, splits)
+    workspace = gpu.buffers(decode.DecodeWorkspace, shape.workspace())
+    gpu.write(workspace.arrivals, np.zeros(workspace.arrivals.shape, np.int32))
+    position = np.array(case.contexts, np.int32) - 1
+    out = gpu.empty(query.shape, DType.BF16)
+    plan = decode.plan_decode(
+        gpu.library, row_slot=gpu.upload(row_slot), slot_position=gpu.upload(position),
+        slot_active=gpu.upload(active), plan=workspace.plan, splits=splits, window=window, min_pages=min_pages,
+    )  # fmt: skip
+    launch = decode.attention_decode(
+        gpu.library, gpu.limits, query=gpu.upload(query), k_pages=gpu.upload(case.k_pages),
+        v_pages=gpu.upload(case.v_pages), block_table=gpu.upload(case.block_table), workspace=workspace, out=out,
+        splits=splits, scale=scale, softcap=softcap, variant=variant,
+    )  # fmt: skip
+    for _ in range(repeat):
+        gpu.run(plan, launch)
+    assert (gpu.download(workspace.arrivals) == 0).all(), "arrival counters are not reset"
+    return gpu.download(out)
+
+
+def check_decode(
+    case: PagedCase, query: np.ndarray, got: np.ndarray, row_slot: np.ndarray, active: np.ndarray, *, scale: float,
+    window: int | None = None, softcap: float | None = None,
+) -> None:  # fmt: skip
+    for row, slot in enumerate(row_slot):
+        if slot < 0 or not active[slot]:
+            assert (got[row].astype(np.float32) == 0).all(), f"row {row} without an active slot is not zeros"
+            continue
+        position = case.contexts[slot] - 1
+        want = attention_reference(query[row], case.keys[slot], case.values[slot], position, scale, window, softcap)
+        assert_close(f"row {row}, context {position + 1}", got[row], want, **TOLERANCE)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 16])
+@pytest.mark.parametrize("window", [None, 1, 100, 1024])
+def test_decode(gpu: Gpu, rng: np.random.Generator, head_dim: int, group: int, window: int | None) -> None:
+    case = PagedCase(rng, CONTEXTS, 2, head_dim)
+    row_slot = np.array([5, 0, -1, 1, 2, 3, 4, 6, 7], np.int32)
+    active = np.ones(len(CONTEXTS), np.int32)
+    active[6] = 0
+    query = random_bf16(rng, len(row_slot), 2 * group, head_dim)
+    scale = head_dim**-0.5
+    got = run_decode(gpu, case, query, row_slot, active, scale=scale, window=window, repeat=2)
+    check_decode(case, query, got, row_slot, active, scale=scale, window=window)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_decode_softcap_and_scale(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
+    case = PagedCase(rng, [500, 77], 1, head_dim)
+    row_slot, active = np.array([1, 0], np.int32), np.ones(2, np.int32)
+    query = random_bf16(rng, 2, 4, head_dim)
+    got = run_decode(gpu, case, query, row_slot, active, scale=1.0, softcap=5.0)
+    check_decode(case, query, got, row_slot, active, scale=1.0, softcap=5.0)
+
+
+@pytest.mark.parametrize("variant", decode.VARIANTS, ids=lambda v: f"{v.head_dim}-{v.keys}-{v.warps}-{v.stages}")
+def test_decode_variants(gpu: Gpu, rng: np.random.Generator, variant: decode.DecodeVariant) -> None:
+    """Also those for smaller devices, which this one would not pick."""
+    case = PagedCase(rng, [1, 64, 700, 3000], 2, variant.head_dim)
+    row_slot, active = np.arange(4, dtype=np.int32), np.ones(4, np.int32)
+    query = random_bf16(rng, 4, 8, variant.head_dim)
+    scale = variant.head_dim**-0.5
+    got = run_decode(gpu, case, query, row_slot, active, scale=scale, variant=variant)
+    check_decode(case, query, got, row_slot, active, scale=scale)
+
+
+def test_decode_does_not_depend_on_the_batch(gpu: Gpu, rng: np.random.Generator) -> None:
+    contexts = [int(c) for c in rng.integers(1, 3000, 64)]
+    case = PagedCase(rng, contexts, 2, 128)
+    active = np.ones(64, np.int32)
+    row_slot = rng.permutation(64).astype(np.int32)
+    query = random_bf16(rng, 64, 4, 128)
+    together = run_decode(gpu, case, query, row_slot, active, scale=0.1)
+    check_decode(case, query, together, row_slot, active, scale=0.1)
+    for row in (0, 13, 63):
+        alone = run_decode(gpu, case, query[row : row + 1], row_slot[row : row + 1], active, scale=0.1)
+        assert (alone[0].view(np.uint16) == together[row].view(np.uint16)).all()
+
+
+@pytest.mark.parametrize("rows", [1, 33, 200, 1000])
+def test_decode_many_rows(gpu: Gpu, rng: np.random.Generator, rows: int) -> None:
+    contexts = [int(c) for c in rng.integers(1, 200, rows)]
+    case = PagedCase(rng, contexts, 1, 64)
+    row_slot, active = rng.permutation(rows).astype(np.int32), (rng.random(rows) < 0.8).astype(np.int32)
+    query = random_bf16(rng, rows, 3, 64)
+    got = run_decode(gpu, case, query, row_slot, active, scale=0.125)
+    check_decode(case, query, got, row_slot, active, scale=0.125)
+
+
+def run_prefill(
+    gpu: Gpu, rng: np.random.Generator, segments: list[tuple[int, int]], heads: tuple[int, int], head_dim: int,
+    window: int | None = None, softcap: float | None = None,
+) -> None:  # fmt: skip
+    """segments: (start, length) each; compares every row, in a buffer with rows to spare."""
+    n_heads, n_kv_heads = heads
+    case = PagedCase(rng, [start + length for start, length in segments], n_kv_heads, head_dim)
+    slots = rng.permutation(len(segments))
+    table = np.empty_like(case.block_table)
+    table[slots] = case.block_table
+    lengths, starts = [s[1] for s in segments], [s[0] for s in segments]
+    rows = sum(lengths)
+    query = random_bf16(rng, rows + 5, n_heads, head_dim)
+    group = n_heads // n_kv_heads
+    variant = prefill.pick_variant(gpu.limits, head_dim, softcap is not None)
+    tiles = prefill.tile_list([int(s) for s in slots], lengths, starts, group, variant)
+    grid = prefill.most_tiles(rows, len(segments), group, variant)
+    assert len(tiles) <= grid
+    padded = np.full((grid, prefill.TILE_INTS), -1, np.int32)
+    padded[: len(tiles)] = tiles
+    out = gpu.empty(query.shape, DType.BF16)
+    scale = head_dim**-0.5
+    gpu.run(
+        prefill.attention_prefill(
+            gpu.library, gpu.limits, query=gpu.upload(query), k_pages=gpu.upload(case.k_pages),
+            v_pages=gpu.upload(case.v_pages), block_table=gpu.upload(table), tiles=gpu.upload(padded),
+            n_tiles=gpu.upload(np.array([len(tiles)], np.int32)), out=out, scale=scale, window=window,
+            softcap=softcap,
+        )
+    )  # fmt: skip
+    got = gpu.download(out)
+    assert_untouched("rows past the segments", got[rows:])
+    first = 0
+    for segment, (start, length) in enumerate(segments):
+        picked = range(length) if length < 80 else sorted({0, 1, length - 1, *rng.integers(0, length, 24).tolist()})
+        for i in picked:
+            want = attention_reference(
+                query[first + i], case.keys[segment], case.values[segment], start + i, scale, window, softcap
+            )
+            assert_close(f"segment {segment}, row {i}", got[first + i], want, **TOLERANCE)
+        assert np.isfinite(got[first : first + length].astype(np.float32)).all()
+        first += length
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (7, 1), (8, 1), (16, 1)])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_prefill_ragged(
+    gpu: Gpu, rng: np.random.Generator, head_dim: int, heads: tuple[int, int], window: int | None
+) -> None:
+    segments = [(0, 1), (0, 63), (64, 65), (37, 200), (500, 1), (0, 130), (1000, 17), (63, 64)]
+    run_prefill(gpu, rng, segments, heads, head_dim, window)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_long(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
+    run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim)
+    run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim, window=1024)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_softcap(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
+    run_prefill(gpu, rng, [(0, 300), (77, 90)], (4, 2), head_dim, softcap=2.0)
+
+
+def test_tile_list_covers_every_row_once() -> None:
+    variant = prefill.VARIANTS[2]
+    lengths, starts, group = [1, 64, 500, 7], [0, 9, 100, 3], 7
+    tiles = prefill.tile_list([4, 5, 6, 7], lengths, starts, group, variant)
+    seen = set()
+    for slot, row, length, start, packed in tiles[:, :5].tolist():
+        segment = slot - 4
+        assert (length, start, row) == (lengths[segment], starts[segment], sum(lengths[:segment]))
+        seen |= {(slot, i) for i in range(packed, min(packed + variant.rows, length * group))}
+    assert len(seen) == sum(lengths) * group
