@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from protos.slipstream.v1 import control_pb2, control_pb2_grpc
-from service.rpc.errors import Context, StatusOnError, invalid_field, retry_later
+from service.rpc.errors import Context, RpcError, StatusOnError, invalid_field, retry_later
 from service.rpc.serving import Serving
 from service.rpc.violations import Range, Violations
 from worker.client import MetricData, Rejection, WorkerState, WorkerView
@@ -60,7 +60,7 @@ class ServerControl(Protocol):
     def facts(self) -> ServerFacts: ...
 
     async def metrics(self) -> MetricsSnapshot:
-        """Of all fronts and workers, added up."""
+        """Of all fronts and workers, added up. Raises TimeoutError."""
         ...
 
     def drain(self, timeout_s: float | None) -> None:
@@ -96,7 +96,11 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         self, request: control_pb2.GetMetricsRequest, context: Context
     ) -> control_pb2.GetMetricsResponse:
         async with StatusOnError(context, "Control.GetMetrics"):
-            snapshot = await self._server.metrics()
+            try:
+                snapshot = await self._server.metrics()
+            except TimeoutError as error:
+                message = "the server's other processes did not say their metrics in time"
+                raise RpcError(grpc.StatusCode.UNAVAILABLE, message) from error
             return control_pb2.GetMetricsResponse(
                 metrics=[_metric(metric) for metric in snapshot.metrics],
                 prometheus_text=snapshot.prometheus_text,

@@ -63,6 +63,14 @@ async def run_request(
         raise rejected(rejection, request) from rejection
     finally:
         generation.close()
+    log.debug(
+        "request_done",
+        request_id=request.request_id,
+        prompt_tokens=len(request.prompt.ids),
+        answers=request.n,
+        aborted=answers.was_aborted,
+        seconds=round(time.perf_counter() - arrival, 4),
+    )
     if answers.was_aborted:
         raise RpcError(grpc.StatusCode.CANCELLED, f"request {request.request_id!r} was aborted")
 

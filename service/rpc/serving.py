@@ -30,8 +30,11 @@ _Result = TypeVar("_Result")
 # bytes stop every other stream for a few milliseconds at most.
 INLINE_BYTES = 4096
 
-# Long prompts read at the same time; more would only take cores from the event loop.
+# Long prompts read at the same time; more would only take cores from the event loop. Those that wait for
+# a thread are held in memory, and so have a limit together.
 READER_THREADS = 2
+MAX_READING_BYTES = 256 * 2**20
+READING_RETRY_S = 1.0
 
 LOADING_RETRY_S = 1.0
 
@@ -84,6 +87,7 @@ class Serving:
         """Requests for tokens under way, those still being validated included: what a drain waits for."""
         self.on_request_over: Callable[[], None] = lambda: None
         """Called after each request for tokens."""
+        self._reading_bytes = 0
         self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="prompt-reader")
 
     def set_workers(self, ready: Sequence[bool], queue_has_room: bool) -> None:
@@ -124,10 +128,20 @@ class Serving:
             self.on_request_over()
 
     async def read(self, size: int, function: Callable[..., _Result], *arguments: Any) -> _Result:
-        """`function(*arguments)`, in a thread if the input's `size` in bytes would stop the event loop."""
+        """`function(*arguments)`, in a thread if the input's `size` in bytes would stop the event loop.
+
+        Raises RpcError RESOURCE_EXHAUSTED if too much is being read already.
+        """
         if size <= INLINE_BYTES:
             return function(*arguments)
-        return await self.in_thread(function, *arguments)
+        if self._reading_bytes + size > MAX_READING_BYTES:
+            message = "too many long prompts are being read at once"
+            raise retry_later(grpc.StatusCode.RESOURCE_EXHAUSTED, message, READING_RETRY_S)
+        self._reading_bytes += size
+        try:
+            return await self.in_thread(function, *arguments)
+        finally:
+            self._reading_bytes -= size
 
     async def in_thread(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
         """`function(*arguments)` off the event loop."""

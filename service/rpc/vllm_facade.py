@@ -21,15 +21,20 @@ from service.rpc.answers import AnswerDelta
 from service.rpc.control import ServerControl
 from service.rpc.errors import Context, InvalidRequest, RpcError, StatusOnError
 from service.rpc.running import run_request
+from service.rpc.sampling import check_count
 from service.rpc.serving import ServedModel, Serving
 from service.rpc.tokenizer_bundle import NoTokenizerFiles, bundle_tokenizer
 from service.rpc.validation import GenerateInput
+from service.rpc.violations import Violations
 from service.rpc.vllm_encoding import VllmEncoder
 from service.rpc.vllm_requests import rename_fields, to_own_request
 from worker.client import PAGE_SIZE, WorkerView
 
 # Sizes of the messages of GetTokenizer; any client takes 4 MB.
 CHUNK_BYTES = 2**20
+
+# Ids in one Abort: more than any gateway has on one server.
+MAX_ABORTED_IDS = 1024
 
 _PROFILE_HINT = "not supported; slipstream.v1.Control.Profile measures a server's steps"
 
@@ -79,6 +84,9 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
         async with StatusOnError(context, "VllmEngine.Abort"):
+            violations = Violations()
+            check_count("request_ids", len(request.request_ids), MAX_ABORTED_IDS, violations)
+            violations.raise_if_any()
             for request_id in request.request_ids:
                 await self._serving.pool.abort(request_id)
             return vllm.AbortResponse()

@@ -165,6 +165,12 @@ MALFORMED: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str]] = {
         "chat.template_kwargs.k",
         "finite",
     ),
+    "reserved kwargs": (
+        chat_with_kwargs(messages=Value(string_value="x")),
+        INVALID,
+        "chat.template_kwargs.messages",
+        "not allowed",
+    ),
     "value of no kind": (chat_with_kwargs(k=Value()), INVALID, "chat.template_kwargs.k", "kind"),
     "empty tool": (chat(HI, tools=[struct()]), INVALID, "chat.tools[0].function", "object"),
     "tool of other type": (chat(HI, tools=[struct(type="code")]), INVALID, "chat.tools[0].type", "function"),

@@ -15,7 +15,7 @@ from google.rpc.status_pb2 import Status as RpcStatus
 from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
-from protos.slipstream.v1 import control_pb2_grpc, inference_pb2_grpc
+from protos.slipstream.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
 from service.front_metrics import FrontMetrics
 from service.rpc.control import MetricsSnapshot, ServerFacts
 from service.rpc.server import RpcOptions, RpcServer
@@ -301,3 +301,31 @@ def violations_of(error: grpc.aio.AioRpcError) -> dict[str, str]:
 def retry_delay_of(error: grpc.aio.AioRpcError) -> float | None:
     detail = _detail(error, RetryInfo)
     return detail.retry_delay.ToMicroseconds() / 1e6 if detail else None
+
+
+def generate_request(text: str = "hello", **sampling: object) -> inference_pb2.GenerateRequest:
+    result = inference_pb2.GenerateRequest(text=text, request_id="r1")
+    for name, value in sampling.items():
+        if isinstance(value, list):
+            getattr(result.sampling, name).extend(value)
+        else:
+            setattr(result.sampling, name, value)
+    return result
+
+
+def answers_with(
+    tokens: list[int], reason: FinishReason = FinishReason.LENGTH
+) -> Callable[[ScriptedGeneration], None]:
+    """A script that gives all answers these tokens at once."""
+
+    def script(generation: ScriptedGeneration) -> None:
+        for index in range(generation.request.n):
+            generation.start(index)
+            generation.push(tokens, index)
+            generation.end(reason, index)
+
+    return script
+
+
+def piece(tokenizer: TextTokenizer, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)

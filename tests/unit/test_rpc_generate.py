@@ -1,4 +1,4 @@
-"""Generate and Complete over a scripted pool: what is streamed, how calls end, what is freed."""
+"""Generate and Complete over a scripted pool: what is streamed, message by message."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ import grpc
 import pytest
 
 from protos.slipstream.v1 import inference_pb2 as pb
-from service.text import TextTokenizer
 from tests.unit.rpc_harness import (
     Harness,
     ScriptedGeneration,
-    error_of,
+    answers_with,
+    generate_request,
+    piece,
     read_stream,
-    retry_delay_of,
     rpc_server,
     run,
-    violations_of,
 )
-from worker.client import FinishReason, Rejection, RejectReason, TokenLogprobs
+from worker.client import FinishReason, TokenLogprobs
 
 STOP = pb.FINISH_REASON_STOP
 LENGTH = pb.FINISH_REASON_LENGTH
@@ -29,36 +28,10 @@ EOS = 0
 UNSPECIFIED = pb.FINISH_REASON_UNSPECIFIED
 
 
-def request(text: str = "hello", **sampling: object) -> pb.GenerateRequest:
-    result = pb.GenerateRequest(text=text, request_id="r1")
-    for name, value in sampling.items():
-        if isinstance(value, list):
-            getattr(result.sampling, name).extend(value)
-        else:
-            setattr(result.sampling, name, value)
-    return result
-
-
-def answers_with(tokens: list[int], reason: FinishReason = FinishReason.LENGTH):
-    """A script that gives all answers these tokens at once."""
-
-    def script(generation: ScriptedGeneration) -> None:
-        for index in range(generation.request.n):
-            generation.start(index)
-            generation.push(tokens, index)
-            generation.end(reason, index)
-
-    return script
-
-
-def piece(tokenizer: TextTokenizer, text: str) -> list[int]:
-    return tokenizer.encode(text, add_special_tokens=False)
-
-
 def test_a_stream_message_by_message(tiny_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request("hello there"))
+            call = harness.inference.Generate(generate_request("hello there"))
             generation = await harness.pool.submitted()
             n_prompt = len(generation.request.prompt)
             a, b, c = (piece(harness.tokenizer, text) for text in (" river", " sea", " fox"))
@@ -100,7 +73,7 @@ def test_the_first_message_holds_tokens_that_are_there_already(tiny_checkpoint: 
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
             harness.pool.on_submit = answers_with([50, 51])
-            messages, code, _ = await read_stream(harness.inference.Generate(request()))
+            messages, code, _ = await read_stream(harness.inference.Generate(generate_request()))
             assert code == grpc.StatusCode.OK
             assert [list(message.token_ids) for message in messages] == [[50, 51]]
             assert messages[0].finish_reason == LENGTH
@@ -130,7 +103,7 @@ def test_no_replacement_character_for_one_still_to_come(tiny_checkpoint: Path) -
             text = "a😀é漢z"
             tokens = piece(harness.tokenizer, text)
             assert len(tokens) > len(text)
-            call = harness.inference.Generate(request())
+            call = harness.inference.Generate(generate_request())
             generation = await harness.pool.submitted()
             texts = []
             for i, token in enumerate(tokens):
@@ -147,7 +120,7 @@ def test_no_replacement_character_for_one_still_to_come(tiny_checkpoint: Path) -
 def test_a_stop_string_ends_the_answer_and_frees_the_slot(tiny_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(stop=["STOP", "never"]))
+            call = harness.inference.Generate(generate_request(stop=["STOP", "never"]))
             generation = await harness.pool.submitted()
             head, tail = piece(harness.tokenizer, "river ST"), piece(harness.tokenizer, "OP and more")
             generation.push(head)
@@ -170,14 +143,16 @@ def test_include_stop_returns_what_ended_it(tiny_checkpoint: Path) -> None:
         async with rpc_server(tiny_checkpoint) as harness:
             tokens = piece(harness.tokenizer, "river.sea")
             harness.pool.on_submit = answers_with(tokens)
-            answer = await harness.inference.Complete(request(stop=["."], include_stop=True))
+            answer = await harness.inference.Complete(generate_request(stop=["."], include_stop=True))
             assert answer.completions[0].text == "river."
             stop_token = piece(harness.tokenizer, "!")[0]
             harness.pool.on_submit = answers_with([*tokens, stop_token], FinishReason.STOP_TOKEN)
-            answer = await harness.inference.Complete(request(stop_token_ids=[stop_token], include_stop=True))
+            answer = await harness.inference.Complete(
+                generate_request(stop_token_ids=[stop_token], include_stop=True)
+            )
             assert answer.completions[0].text == "river.sea!"
             assert answer.completions[0].matched_stop.token_id == stop_token
-            answer = await harness.inference.Complete(request(stop_token_ids=[stop_token]))
+            answer = await harness.inference.Complete(generate_request(stop_token_ids=[stop_token]))
             assert answer.completions[0].text == "river.sea"
             assert list(answer.completions[0].token_ids) == [*tokens, stop_token]
 
@@ -189,7 +164,7 @@ def test_echo_puts_the_prompt_ahead(tiny_checkpoint: Path) -> None:
         async with rpc_server(tiny_checkpoint) as harness:
             tokens = piece(harness.tokenizer, " sea")
             harness.pool.on_submit = answers_with(tokens)
-            answer = await harness.inference.Complete(request("the river", echo=True, n=2))
+            answer = await harness.inference.Complete(generate_request("the river", echo=True, n=2))
             prompt = list(harness.pool.generations[0].request.prompt)
             for completion in answer.completions:
                 assert completion.text == "the river sea"
@@ -206,7 +181,7 @@ def test_echo_puts_the_prompt_ahead(tiny_checkpoint: Path) -> None:
 def test_several_answers_are_told_apart(tiny_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(n=3, stop=["."]))
+            call = harness.inference.Generate(generate_request(n=3, stop=["."]))
             generation = await harness.pool.submitted()
             assert generation.request.n == 3
             words = [piece(harness.tokenizer, word) for word in (" fox", " dog", " sea. and")]
@@ -230,7 +205,7 @@ def test_several_answers_are_told_apart(tiny_checkpoint: Path) -> None:
 def test_complete_adds_up_all_answers(tiny_checkpoint: Path) -> None:
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            task = asyncio.ensure_future(harness.inference.Complete(request(n=2)))
+            task = asyncio.ensure_future(harness.inference.Complete(generate_request(n=2)))
             generation = await harness.pool.submitted()
             words = [piece(harness.tokenizer, word) for word in (" fox", " dog")]
             for _ in range(3):
@@ -257,7 +232,7 @@ def test_logprobs_run_beside_their_tokens(tiny_checkpoint: Path) -> None:
 
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request("hello there", logprobs=2, prompt_logprobs=1))
+            call = harness.inference.Generate(generate_request("hello there", logprobs=2, prompt_logprobs=1))
             generation = await harness.pool.submitted()
             prompt = list(generation.request.prompt)
             generation.start()
@@ -279,7 +254,7 @@ def test_prompt_logprobs_come_in_the_first_message(tiny_checkpoint: Path) -> Non
 
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request("hello there", prompt_logprobs=0, echo=True))
+            call = harness.inference.Generate(generate_request("hello there", prompt_logprobs=0, echo=True))
             generation = await harness.pool.submitted()
             reader = asyncio.ensure_future(call.read())
             generation.start(cached_tokens=3)
@@ -306,7 +281,9 @@ def test_a_cut_answer_keeps_only_the_logprobs_of_its_tokens(tiny_checkpoint: Pat
                 generation.end(FinishReason.LENGTH)
 
             harness.pool.on_submit = script
-            answer = (await harness.inference.Complete(request(stop=["."], logprobs=0))).completions[0]
+            answer = (await harness.inference.Complete(generate_request(stop=["."], logprobs=0))).completions[
+                0
+            ]
             assert answer.text == "ab"
             assert [entry.token.token_id for entry in answer.logprobs] == list(answer.token_ids) == tokens[:3]
 
@@ -318,7 +295,7 @@ def test_tokens_gather_while_the_client_does_not_read(tiny_checkpoint: Path) -> 
 
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request())
+            call = harness.inference.Generate(generate_request())
             generation = await harness.pool.submitted()
             sent = 0
             # Until flow control stops the servicer: far fewer reads than pushes.
@@ -342,206 +319,9 @@ def test_tokens_gather_while_the_client_does_not_read(tiny_checkpoint: Path) -> 
     run(scenario())
 
 
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_a_client_that_goes_away_frees_everything_at_once(tiny_checkpoint: Path, is_stream: bool) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            method = harness.inference.Generate if is_stream else harness.inference.Complete
-            call = method(request())
-            generation = await harness.pool.submitted()
-            generation.start()
-            if is_stream:
-                await call.read()
-            assert not generation.closed.is_set()
-            call.cancel()
-            await generation.closed.wait()
-            while harness.serving.requests_open:
-                await asyncio.sleep(0.001)
-
-    run(scenario())
-
-
-def test_a_connection_that_breaks_frees_a_stalled_stream(tiny_checkpoint: Path) -> None:
-    """The handler then waits in a write, not for tokens."""
-
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            channel = grpc.aio.insecure_channel(
-                f"127.0.0.1:{harness.port}", options=[("grpc.use_local_subchannel_pool", 1)]
-            )
-            stream = channel.unary_stream("/slipstream.v1.Inference/Generate")(request().SerializeToString())
-            generation = await harness.pool.submitted()
-            last_reads, stalled = -1, 0
-            while stalled < 50:
-                generation.push([60] * 5000)
-                await asyncio.sleep(0.001)
-                stalled = stalled + 1 if generation.reads == last_reads else 0
-                last_reads = generation.reads
-            await channel.close()
-            await generation.closed.wait()
-            del stream
-
-    run(scenario())
-
-
-def test_the_deadline_goes_to_the_worker_and_ends_the_call(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(), timeout=0.3)
-            generation = await harness.pool.submitted()
-            assert generation.request.time_left_s is not None
-            assert 0 < generation.request.time_left_s <= 0.3
-            messages, code, _ = await read_stream(call)
-            assert (messages, code) == ([], grpc.StatusCode.DEADLINE_EXCEEDED)
-            await generation.closed.wait()
-            untimed = harness.inference.Generate(request())
-            assert (await harness.pool.submitted(2)).request.time_left_s is None
-            untimed.cancel()
-
-    run(scenario())
-
-
-def test_the_worker_may_see_the_deadline_first(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(), timeout=15)
-            generation = await harness.pool.submitted()
-            generation.push([60])
-            generation.end(FinishReason.DEADLINE)
-            messages, code, _ = await read_stream(call)
-            assert code == grpc.StatusCode.DEADLINE_EXCEEDED
-            assert [list(message.token_ids) for message in messages] == [[60]]
-
-    run(scenario())
-
-
-def test_abort_ends_a_running_call_as_cancelled(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(n=2))
-            generation = await harness.pool.submitted()
-            generation.push([60], 1)
-            await call.read()
-            reply = await harness.inference.Abort(pb.AbortRequest(request_id="r1"))
-            assert reply.found
-            messages, code, _ = await read_stream(call)
-            assert code == grpc.StatusCode.CANCELLED
-            assert [(m.index, m.finish_reason) for m in messages] == [(0, ABORTED), (1, ABORTED)]
-            assert [m.usage.completion_tokens for m in messages] == [0, 1]
-            again = await harness.inference.Abort(pb.AbortRequest(request_id="r1"))
-            assert not again.found
-
-    run(scenario())
-
-
-def test_abort_before_the_request_comes(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            harness.pool.on_submit = lambda generation: generation.reject(
-                Rejection(RejectReason.ABORTED_BEFORE, "aborted before")
-            )
-            messages, code, _ = await read_stream(harness.inference.Generate(request(n=2)))
-            assert code == grpc.StatusCode.CANCELLED
-            assert [(m.index, m.finish_reason) for m in messages] == [(0, ABORTED), (1, ABORTED)]
-            error = await error_of(harness.inference.Complete(request()))
-            assert error.code() == grpc.StatusCode.CANCELLED
-
-    run(scenario())
-
-
-def test_a_fault_is_internal_with_its_message(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            call = harness.inference.Generate(request(n=2))
-            generation = await harness.pool.submitted()
-            generation.push([60], 0)
-            generation.end(FinishReason.FAULT, 0, "non-finite logits")
-            messages, code, details = await read_stream(call)
-            assert (code, details) == (grpc.StatusCode.INTERNAL, "non-finite logits")
-            assert [list(message.token_ids) for message in messages] == [[60]]
-            assert messages[0].finish_reason == UNSPECIFIED
-            assert generation.closed.is_set()
-
-    run(scenario())
-
-
-REJECTIONS = {
-    RejectReason.QUEUE_FULL: (grpc.StatusCode.RESOURCE_EXHAUSTED, 2.5),
-    RejectReason.DUPLICATE_ID: (grpc.StatusCode.ALREADY_EXISTS, None),
-    RejectReason.NO_WORKER: (grpc.StatusCode.UNAVAILABLE, 2.5),
-    RejectReason.DRAINING: (grpc.StatusCode.UNAVAILABLE, 2.5),
-    RejectReason.TOO_LONG: (grpc.StatusCode.INVALID_ARGUMENT, None),
-}
-
-
-@pytest.mark.parametrize("at_submit", [True, False])
-@pytest.mark.parametrize("reason", sorted(REJECTIONS))
-def test_rejections_have_their_status(tiny_checkpoint: Path, reason: RejectReason, at_submit: bool) -> None:
-    rejection = Rejection(reason, "because", 2.5)
-
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-            if at_submit:
-                harness.pool.refuse = rejection
-            else:
-                harness.pool.on_submit = lambda generation: generation.reject(rejection)
-            error = await error_of(harness.inference.Complete(request()))
-            code, delay = REJECTIONS[reason]
-            assert (error.code(), retry_delay_of(error)) == (code, delay)
-            if reason is RejectReason.TOO_LONG:
-                assert violations_of(error) == {"text": "because"}
-            assert harness.pool.open_generations == 0
-
-    run(scenario())
-
-
-def test_loading_and_draining_are_unavailable(tiny_checkpoint: Path) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint, is_loaded=False) as harness:
-            for call in (
-                harness.inference.Complete(request()),
-                harness.inference.Tokenize(pb.TokenizeRequest(text="a")),
-                harness.inference.GetModelInfo(pb.GetModelInfoRequest()),
-            ):
-                error = await error_of(call)
-                assert error.code() == grpc.StatusCode.UNAVAILABLE
-                assert retry_delay_of(error) is not None
-        async with rpc_server(tiny_checkpoint) as harness:
-            running = harness.inference.Generate(request())
-            generation = await harness.pool.submitted()
-            harness.serving.start_draining()
-            error = await error_of(harness.inference.Complete(request()))
-            assert error.code() == grpc.StatusCode.UNAVAILABLE
-            await harness.inference.Tokenize(pb.TokenizeRequest(text="a"))
-            generation.push([60])
-            generation.end(FinishReason.LENGTH)
-            _, code, _ = await read_stream(running)
-            assert code == grpc.StatusCode.OK
-
-    run(scenario())
-
-
-def test_a_defect_is_internal_and_logged_not_leaked(
-    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    async def scenario() -> None:
-        async with rpc_server(tiny_checkpoint) as harness:
-
-            def broken(generation: ScriptedGeneration) -> None:
-                raise ZeroDivisionError("secret detail")
-
-            harness.pool.on_submit = broken
-            error = await error_of(harness.inference.Complete(request()))
-            assert error.code() == grpc.StatusCode.INTERNAL
-            assert "secret" not in (error.details() or "")
-
-    run(scenario())
-    assert "secret detail" in capsys.readouterr().out
-
-
 def test_sampling_defaults_and_zeroes(tiny_checkpoint: Path) -> None:
     async def submitted(harness: Harness, **sampling: object):
-        await harness.inference.Complete(request(**sampling))
+        await harness.inference.Complete(generate_request(**sampling))
         return harness.pool.generations[-1].request
 
     async def scenario() -> None:
@@ -571,7 +351,7 @@ def test_a_long_prompt_does_not_stop_the_event_loop(tiny_checkpoint: Path) -> No
         async with rpc_server(tiny_checkpoint, max_length=1_000_000) as harness:
             harness.pool.on_submit = answers_with([60])
             long = asyncio.ensure_future(
-                harness.inference.Complete(request("the river and the sea " * 45_000))
+                harness.inference.Complete(generate_request("the river and the sea " * 45_000))
             )
             answered = 0
             while not long.done():
