@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 
 EngineChoice = Literal["auto", "cuda", "reference", "simulated"]
+PrefillPolicy = Literal["together", "alternating"]
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -49,6 +50,9 @@ class ServeOptions:
     served_name: Annotated[
         str | None, About("Model", "The name that requests use. Default: the last part of the model's name.")
     ] = None
+    revision: Annotated[
+        str | None, About("Model", "Branch, tag or commit of a Hugging Face model. Default: its main branch.")
+    ] = None
 
     engine: Annotated[
         EngineChoice,
@@ -59,7 +63,9 @@ class ServeOptions:
         ),
     ] = "auto"
     workers: Annotated[int, About("Engine", "Worker processes. With cuda, one for each GPU.")] = 1
-    max_sequences: Annotated[int, About("Engine", "Requests that run at once, per worker.")] = 16
+    device: Annotated[
+        int, About("Engine", "First GPU, among the visible ones; worker i takes the i-th after it.")
+    ] = 0
     max_sequence_length: Annotated[
         int | None,
         About(
@@ -68,9 +74,6 @@ class ServeOptions:
             "allows.",
         ),
     ] = None
-    max_step_tokens: Annotated[
-        int, About("Engine", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.")
-    ] = 2048
     kv_pages: Annotated[
         int | None, About("Engine", "Pages of 64 tokens for keys and values. Default: what memory allows.")
     ] = None
@@ -83,6 +86,29 @@ class ServeOptions:
     simulated_step_us: Annotated[
         float, About("Engine", "Time that a step of the simulated engine takes, in microseconds.")
     ] = 0.0
+
+    max_sequences: Annotated[int, About("Scheduling", "Requests that run at once, per worker.")] = 16
+    max_step_tokens: Annotated[
+        int, About("Scheduling", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.")
+    ] = 2048
+    prefix_caching: Annotated[
+        bool, About("Scheduling", "Share keys and values between prompts that begin alike.")
+    ] = True
+    prefill_policy: Annotated[
+        PrefillPolicy,
+        About("Scheduling", "Whether prompts and running streams share steps, or steps take turns."),
+    ] = "together"
+    prefill_tokens_beside_decodes: Annotated[
+        int | None,
+        About(
+            "Scheduling",
+            "Most prompt tokens in a step that also feeds running streams, to keep them steady. Default: "
+            "the whole step.",
+        ),
+    ] = None
+    max_queued: Annotated[
+        int, About("Scheduling", "Requests that may wait, per worker, before RESOURCE_EXHAUSTED.")
+    ] = 1024
 
     host: Annotated[
         str, About("Network", "Address to listen on. 0.0.0.0 or :: listens on every interface.")
@@ -104,6 +130,13 @@ class ServeOptions:
     reflection: Annotated[
         bool, About("Network", "Let tools such as grpcurl list services without .proto files.")
     ] = True
+    drain_timeout: Annotated[
+        float | None,
+        About(
+            "Network",
+            "Seconds that running requests get to finish at shutdown. Default: as long as they need.",
+        ),
+    ] = None
 
     tls_cert: Annotated[
         Path | None, About("Security", "PEM file with the server's certificate chain. Needs --tls-key.")
@@ -121,17 +154,6 @@ class ServeOptions:
             "Security",
             "File with one bearer token a line; calls must then send 'authorization: Bearer TOKEN'. "
             "Health checks stay open.",
-        ),
-    ] = None
-
-    max_queued: Annotated[
-        int, About("Limits", "Requests that may wait, per worker, before RESOURCE_EXHAUSTED.")
-    ] = 1024
-    drain_timeout: Annotated[
-        float | None,
-        About(
-            "Limits",
-            "Seconds that running requests get to finish at shutdown. Default: as long as they need.",
         ),
     ] = None
 
@@ -283,9 +305,10 @@ def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
     require(not same_port, "metrics_port", "must differ from --port")
     for name in ("workers", "fronts", "max_sequences", "max_step_tokens", "max_queued"):
         require(getattr(options, name) >= 1, name, "must be at least 1")
-    for name in ("max_sequence_length", "kv_pages", "threads"):
+    for name in ("max_sequence_length", "kv_pages", "threads", "prefill_tokens_beside_decodes"):
         value = getattr(options, name)
         require(value is None or value >= 1, name, "must be at least 1")
+    require(options.device >= 0, "device", "must not be negative")
     require(0 < options.memory_fraction <= 1, "memory_fraction", "must be above 0 and at most 1")
     require(options.simulated_step_us >= 0, "simulated_step_us", "must not be negative")
     timeout = options.drain_timeout

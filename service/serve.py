@@ -137,7 +137,7 @@ class Server:
         def resolve() -> None:
             model, failure = None, None
             try:
-                model = resolve_model(self._options.model, progress=progress)
+                model = resolve_model(self._options.model, progress=progress, revision=self._options.revision)
             except Exception as error:  # noqa: BLE001  (raised on the event loop instead)
                 failure = error
             loop.call_soon_threadsafe(settle, model, failure)
@@ -181,6 +181,7 @@ def worker_options(options: ServeOptions, model: Path) -> WorkerOptions:
     engine = EngineOptions(
         model=model,
         engine=options.engine,
+        device=options.device,
         max_sequences=options.max_sequences,
         max_sequence_length=options.max_sequence_length,
         max_step_tokens=options.max_step_tokens,
@@ -189,9 +190,15 @@ def worker_options(options: ServeOptions, model: Path) -> WorkerOptions:
         threads=options.threads,
         simulated_step_us=options.simulated_step_us,
     )
+    scheduler = SchedulerOptions(
+        max_queued=options.max_queued,
+        prefill_policy=options.prefill_policy,
+        prefill_tokens_beside_decodes=options.prefill_tokens_beside_decodes,
+        prefix_caching=options.prefix_caching,
+    )
     return WorkerOptions(
         engine=engine,
         workers=options.workers,
-        scheduler=SchedulerOptions(max_queued=options.max_queued),
+        scheduler=scheduler,
         configure_logs=functools.partial(configure_logs, options.log_format, options.log_level),
     )
