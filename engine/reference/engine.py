@@ -1,0 +1,120 @@
+"""The reference engine: carries out step plans, one after the other, inside execute(). Knows no request."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from engine.checkpoint import Checkpoint
+from engine.interface import (
+    Engine,
+    EngineCapacity,
+    EngineError,
+    EngineInfo,
+    Progress,
+    StepHandle,
+    StepPlan,
+    StepResult,
+)
+from engine.options import EngineOptions
+from engine.reference.memory import MemoryPlan, parameter_count, plan_memory
+from engine.reference.model import ReferenceModel
+from engine.reference.plan_check import check_plan
+from engine.reference.slots import Slots
+from engine.reference.step import Step
+from engine.reference.threads import BlasThreads
+
+
+class ReferenceEngine(Engine):
+    """A model on the host's cores, in float32.
+
+    What a sequence gets depends on its own tokens alone, bit for bit: not on what shares its batch, how
+    its prompt is cut into chunks, or which pages came from another slot. See row_widths for the ground
+    this stands on, and `info.fallbacks` if the host's BLAS does not give it.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress | None = None
+    ) -> None:
+        """Loads the weights; the checkpoint may be closed afterwards. Raises ModelError."""
+        config = checkpoint.config
+        memory = plan_memory(config, options)
+        self._threads = BlasThreads(options.threads)
+        self._model: ReferenceModel | None = ReferenceModel(
+            checkpoint, pages=memory.pages, slots=options.max_sequences, progress=progress
+        )
+        self._vocab_size = config.vocab_size
+        self._slots = Slots(options.max_sequences, memory.max_sequence_length, config.vocab_size)
+        self.capacity = EngineCapacity(
+            slots=options.max_sequences,
+            pages=memory.pages,
+            max_sequence_length=memory.max_sequence_length,
+            max_step_tokens=options.max_step_tokens,
+            pipeline_depth=1,
+            prefix_cacheable=not config.has_recurrent_state,
+        )
+        self.info = _describe(self._model, memory, self._threads)
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """Computes the step before it returns."""
+        if self._model is None:
+            raise EngineError("the engine is closed")
+        check_plan(plan, self._slots, self.capacity, self._vocab_size)
+        began = perf_counter()
+        try:
+            with np.errstate(all="ignore"):
+                result = Step(plan, self._model, self._slots).run()
+        except MemoryError as error:
+            raise EngineError(f"step {plan.step} ran out of memory: {error}") from error
+        result.stage_us["step"] = (perf_counter() - began) * 1e6
+        return _FinishedStep(result)
+
+    def close(self) -> None:
+        if self._model is not None:
+            self._model = None
+            self._threads.close()
+
+
+class _FinishedStep(StepHandle):
+    """A step that was over before its handle was made."""
+
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def is_done(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        return self._result
+
+
+def _describe(model: ReferenceModel, memory: MemoryPlan, threads: BlasThreads) -> EngineInfo:
+    config = model.config
+    return EngineInfo(
+        engine="reference",
+        architecture=config.architecture,
+        device=f"{_processor()}, {threads.count} threads",
+        weight_dtype="float32",
+        kv_dtype="float32",
+        parameters=parameter_count(config),
+        layers=config.n_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        memory_plan=memory.bytes_by_purpose,
+        fallbacks=(*model.fallbacks(), *([memory.shortened] if memory.shortened else [])),
+        versions={"numpy": version("numpy"), "blas": threads.library},
+    )
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
