@@ -1,6 +1,8 @@
-"""Llama and its likes: Llama 2 and 3.x, Mistral, Mistral 3 (text), SmolLM2 and SmolLM3."""
+"""Llama and its likes: Llama 2 and 3.x, Mistral, Mistral 3 and Ministral 3 (text), SmolLM2 and SmolLM3."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from engine.config.common import (
     assemble,
@@ -15,6 +17,7 @@ from engine.config.common import (
 from engine.config.families import Family
 from engine.config.model import LayerSpec, ModelConfig
 from engine.config.reader import Section
+from engine.config.rope import RopeKind
 from engine.config.rope_reader import read_rope
 
 _DEFAULT_WINDOW = 4096
@@ -34,16 +37,29 @@ def read_llama(config: Section, architecture: str) -> ModelConfig:
 
 def read_mistral(config: Section, architecture: str) -> ModelConfig:
     """As Llama without biases, with one window for all layers, or none (null; 4096 if nothing is said)."""
+    default = None if config.mentions("sliding_window") else _DEFAULT_WINDOW
+    return _read_mistral(config, "mistral", architecture, config.integer("sliding_window", default))
+
+
+def read_ministral3(config: Section, architecture: str) -> ModelConfig:
+    """As Mistral with yarn, up to the length before stretching.
+
+    Beyond it queries are multiplied by 1 + β·ln(1 + ⌊position / original length⌋), which is not
+    implemented; below it that factor is 1. So the longest sequence is the original length.
+    """
+    model = _read_mistral(config, "ministral3", architecture, config.integer("sliding_window", None))
+    rope = read_rope(config, read_heads(config)[2], has_query_growth=True)
+    if rope.kind is not RopeKind.YARN:
+        raise config.error("rope_parameters", f"must be of type yarn for this architecture, not {rope.kind}")
+    return replace(model, max_sequence_length=min(model.max_sequence_length, rope.original_max_position))
+
+
+def _read_mistral(config: Section, family: str, architecture: str, window: int | None) -> ModelConfig:
     refuse_unknown_mathematics(config)
     norm = read_norm(config)
-    window = config.integer("sliding_window", None if config.mentions("sliding_window") else _DEFAULT_WINDOW)
-    attention = read_attention(
-        config,
-        rope=read_rope(config, read_heads(config)[2]),
-        window=window,
-    )
-    layer = LayerSpec(attention, read_dense(config), norm)
-    return assemble(config, "mistral", architecture, [layer] * read_n_layers(config), norm=norm)
+    rope = read_rope(config, read_heads(config)[2], has_query_growth=family == "ministral3")
+    layer = LayerSpec(read_attention(config, rope=rope, window=window), read_dense(config), norm)
+    return assemble(config, family, architecture, [layer] * read_n_layers(config), norm=norm)
 
 
 def read_smollm3(config: Section, architecture: str) -> ModelConfig:
@@ -91,5 +107,11 @@ def _smollm3_rope_layers(config: Section, n_layers: int) -> list[bool]:
 FAMILIES = (
     Family("llama", ("llama",), ("LlamaForCausalLM", "LlavaForConditionalGeneration"), read_llama),
     Family("mistral", ("mistral",), ("MistralForCausalLM", "Mistral3ForConditionalGeneration"), read_mistral),
+    Family(
+        "ministral3",
+        ("ministral3",),
+        ("Ministral3ForCausalLM", "Mistral3ForConditionalGeneration"),
+        read_ministral3,
+    ),
     Family("smollm3", ("smollm3",), ("SmolLM3ForCausalLM",), read_smollm3),
 )

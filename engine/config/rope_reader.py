@@ -24,12 +24,16 @@ def read_rope(
     default_theta: float = 1e4,
     default_partial: float | None = None,
     default_kind: RopeKind = RopeKind.DEFAULT,
+    has_query_growth: bool = False,
 ) -> RopeSpec:
     """The table of one kind of layer. Raises ConfigError, UnsupportedModelError.
 
     `default_partial` is the share of the head that rotates; None: the family always rotates it whole.
+    `has_query_growth`: the caller knows what llama_4_scaling_beta does; elsewhere it is refused.
     """
     settings = _settings(config, layer_type)
+    if not has_query_growth and settings.number("llama_4_scaling_beta", 0.0) != 0.0:
+        raise UnsupportedModelError(f"{settings.where}: llama_4_scaling_beta is not supported here")
     kind = _kind(settings, default_kind)
     theta = settings.number("rope_theta", config.number("rope_theta", default_theta), minimum=1.0)
     partial = _partial(settings, config, default_partial)

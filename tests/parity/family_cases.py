@@ -373,20 +373,25 @@ def _mistral3() -> Iterator[tuple[str, dict[str, Any]]]:
         "image_size": 32,
         "patch_size": 16,
     }
-    yield (
-        "wrapper",
-        {
-            "architectures": ["Mistral3ForConditionalGeneration"],
-            "model_type": "mistral3",
-            "text_config": text,
-            "vision_config": vision,
-            "tie_word_embeddings": False,
-        },
-    )
+    top = {
+        "architectures": ["Mistral3ForConditionalGeneration"],
+        "model_type": "mistral3",
+        "vision_config": vision,
+        "tie_word_embeddings": False,
+    }
+    yield "wrapper", top | {"text_config": text}
+    yarn = _YARN_FULL | {
+        "rope_theta": 1e6,
+        "original_max_position_embeddings": 256,
+        "llama_4_scaling_beta": 0.1,
+    }
+    ministral = _text("ministral3", heads=6, kv_heads=2, hidden=96, sliding_window=None, rope_parameters=yarn)
+    yield "ministral", top | {"text_config": ministral}
 
 
 _PLACES = {
     "mistral3-wrapper": {"prefix": "language_model.model.", "head_name": "language_model.lm_head.weight"},
+    "mistral3-ministral": {"prefix": "language_model.model.", "head_name": "language_model.lm_head.weight"},
     "qwen2_5_vl-nested": {"prefix": "model.language_model."},
     "gemma4-wrapper": {"prefix": "model.language_model."},
     "qwen3_5-wrapper": {"prefix": "model.language_model."},

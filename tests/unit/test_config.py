@@ -132,6 +132,30 @@ def test_old_flat_qwen_vl() -> None:
     assert (rope.kind, rope.theta) == (RopeKind.DEFAULT, 1e6)
 
 
+def _ministral(**rope: Any) -> dict[str, Any]:
+    yarn = {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
+    return _config(
+        "Ministral3ForCausalLM",
+        model_type="ministral3",
+        max_position_embeddings=262144,
+        rope_parameters=yarn | {"llama_4_scaling_beta": 0.1} | rope,
+    )
+
+
+def test_ministral_ends_where_its_queries_would_grow() -> None:
+    config = ModelConfig.from_hf(_ministral())
+    assert config.max_sequence_length == 16384
+    assert _attention(config).window is None
+    with pytest.raises(ConfigError, match="must be of type yarn"):
+        ModelConfig.from_hf(_ministral(type="default"))
+
+
+def test_growing_queries_are_refused_elsewhere() -> None:
+    config = _ministral() | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    with pytest.raises(UnsupportedModelError, match="llama_4_scaling_beta"):
+        ModelConfig.from_hf(config)
+
+
 # ---- mixtures
 
 
@@ -289,8 +313,8 @@ def test_other_architectures_are_refused_by_name(architecture: str) -> None:
 
 
 def test_a_known_wrapper_around_an_unknown_text_model_is_refused() -> None:
-    text = _config("", model_type="ministral3")
-    with pytest.raises(UnsupportedModelError, match="around a 'ministral3' text model"):
+    text = _config("", model_type="mistral4")
+    with pytest.raises(UnsupportedModelError, match="around a 'mistral4' text model"):
         ModelConfig.from_hf({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
 
 
