@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 import socket
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from worker.client import (
     Rejection,
     RejectReason,
     RestartPolicy,
+    WorkerDeath,
     WorkerFailed,
     WorkerState,
 )
@@ -190,6 +193,45 @@ def test_a_broken_connection_is_no_death() -> None:
             connection._queue._socket.shutdown(socket.SHUT_RDWR)
             await streams.check()
             assert host.supervisor.reports()[0].restarts == 0
+
+    run(scenario)
+
+
+def test_what_a_dead_worker_had_sent_counts_even_if_its_death_is_heard_of_first() -> None:
+    async def scenario() -> None:
+        async with running(Host(SETUP)) as host:
+            pool = host.pools[0]
+            generation = await pool.submit(request("r", range(9), LENGTH))
+            while not generation.answers[0].tokens:
+                await generation.next()
+            (connection,) = pool._roster.ready()
+            # From here to update() the event loop reads nothing.
+            handle = os.pidfd_open(host.supervisor.reports()[0].pid or 0)
+            unread = connection._queue._socket
+            select.select([unread], [], [], 30)
+            while len(unread.recv(2000, socket.MSG_PEEK)) < 2000:
+                pass  # a few steps' messages, one every half millisecond
+            host.kill()
+            select.select([handle], [], [], 30)
+            os.close(handle)
+            had = len(generation.answers[0].tokens)
+            (report,) = host.supervisor.reports()
+            death = WorkerDeath(report.generation, -signal.SIGKILL)
+            pool.update(
+                [
+                    replace(
+                        report,
+                        state=WorkerState.RESTARTING,
+                        generation=report.generation + 1,
+                        address=None,
+                        deaths=(death,),
+                    )
+                ]
+            )
+            assert len(generation.answers[0].tokens) > had
+            (answer,) = await read(generation)
+            assert had + len(answer.tokens) >= LENGTH
+            assert generation.answers[0].tokens.tolist() == expected(SETUP, range(9), LENGTH)
 
     run(scenario)
 
