@@ -98,6 +98,7 @@ class Harness:
         self.messages: list[dict[int, StepTokens]] = []
         self._handles: deque[StepHandle] = deque()
         self._next_key = 0
+        self.n_stood_aside = 0
         self._stood_aside: set[Sequence] = set()
         self.scheduler._planner.line.park = self._park  # type: ignore[method-assign]
 
@@ -188,6 +189,7 @@ class Harness:
         return plan
 
     def _park(self, sequence: Sequence, digest: bytes) -> None:
+        self.n_stood_aside += 1
         self._stood_aside.add(sequence)
         WaitingLine.park(self.scheduler._planner.line, sequence, digest)
 

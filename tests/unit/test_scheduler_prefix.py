@@ -131,6 +131,7 @@ def test_the_prompt_of_several_answers_is_computed_once() -> None:
     assert computed(harness.plans) == 700 + 3 * (700 - 640)
     assert [cached(harness, key + i) for i in range(4)] == [0, 640, 640, 640]
     assert len({tuple(harness.tokens(key + i)) for i in range(4)}) == 4
+    assert harness.n_stood_aside == 3  # once each, not once per page
 
 
 def test_a_burst_with_a_common_system_prompt_computes_it_once() -> None:
@@ -225,6 +226,22 @@ def test_nobody_waits_for_a_leader_of_lower_priority() -> None:
     assert harness.state(urgent) is State.PREFILLING
     harness.run()
     harness.check_all_over()
+
+
+def test_whoever_computes_a_promised_page_first_lets_the_followers_go() -> None:
+    harness = Harness(one_at_a_time(max_step_tokens=128))
+    leader = harness.submit(PREFIX[:900], 1)
+    harness.turn()
+    follower = harness.submit([*PREFIX[:700], 3], 1)
+    harness.turn()
+    harness.submit(PREFIX[:800], 1, priority=1)
+    while harness.state(follower) is State.WAITING:
+        harness.turn()
+    sequence = harness.scheduler._registry.sequence(0, leader)
+    assert sequence is not None
+    assert sequence.n_computed < 640
+    assert cached(harness, follower) == 640
+    harness.run()
 
 
 # ---- eviction and doubt

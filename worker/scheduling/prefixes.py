@@ -14,7 +14,8 @@ class PrefixSharing:
 
     While a sequence (the *leader*) is prefilling a page that nobody has yet, the page is *promised*: a
     sequence that needs the same one does better to wait than to compute it a second time. A promise ends
-    when the page is registered or its leader stops; then `on_settled` is told the page's digest.
+    when the page is registered, by whomever, or its leader stops; then `on_settled` is told the page's
+    digest.
     """
 
     def __init__(self, pages: PageManager, *, enabled: bool, on_settled: Callable[[bytes], None]) -> None:
@@ -63,13 +64,14 @@ class PrefixSharing:
         sequence.n_published += len(digests)
         for page, digest in zip(sequence.pages[first:], digests, strict=False):
             self._pages.register(page, digest)
-            self._settle(sequence, digest)
+            self._settle(digest)
 
     def break_promises(self, sequence: Sequence) -> None:
         """The sequence stops before it has computed all of its known tokens."""
         if self._enabled:
             for digest in self._unpublished(sequence, len(sequence.tokens)):
-                self._settle(sequence, digest)
+                if self._promised.get(digest) is sequence:
+                    self._settle(digest)
 
     def disown(self, sequence: Sequence) -> None:
         """What the sequence computed is in doubt: nobody else shall share it."""
@@ -85,7 +87,6 @@ class PrefixSharing:
     def _unpublished(self, sequence: Sequence, n_tokens: int) -> list[bytes]:
         return sequence.digests(n_tokens // PAGE_SIZE)[sequence.n_published :]
 
-    def _settle(self, sequence: Sequence, digest: bytes) -> None:
-        if self._promised.get(digest) is sequence:
-            del self._promised[digest]
+    def _settle(self, digest: bytes) -> None:
+        if self._promised.pop(digest, None) is not None:
             self._on_settled(digest)
