@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from engine.checkpoint.naming import hf_name
+from engine.checkpoint.naming import CanonicalName, hf_name, parse
 from engine.checkpoint.resolve import Found, matches_any
 from engine.checkpoint.scales import ScaleLayout, is_scale, read_plain, scale_layout
 from engine.checkpoint.tensor import SourceTensor, Tensor
@@ -29,7 +29,6 @@ _NOT_NEEDED = tuple(
         r"\.(input_scale|activation_scale|k_scale|v_scale|kv_scale|input_global_scale)$",
     )
 )
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)\.weight")
 
 
 class HfFinder:
@@ -53,13 +52,11 @@ class HfFinder:
     def find(self, canonical: str, shape: tuple[int, ...]) -> Found | None:
         if canonical == "head.weight":
             return None if self.head is None else self._plain(canonical, self._sources[self.head], shape)
-        expert = _EXPERT.fullmatch(canonical)
         source = self._sources.get(self.file_name(canonical))
         if source is not None:
             return self._plain(canonical, source, shape)
-        if expert is not None:
-            return self._from_fused(canonical, shape, expert.group(1), int(expert.group(2)), expert.group(3))
-        return None
+        name = parse(canonical)
+        return None if name.expert is None else self._from_fused(canonical, shape, name)
 
     def file_name(self, canonical: str) -> str:
         if canonical == "head.weight":
@@ -89,17 +86,17 @@ class HfFinder:
         names = (f"{weight}_scale_inv", f"{weight}_scale")
         return next((self._sources[name] for name in names if name in self._sources), None)
 
-    def _from_fused(
-        self, canonical: str, shape: tuple[int, ...], experts: str, index: int, part: str
-    ) -> Found | None:
+    def _from_fused(self, canonical: str, shape: tuple[int, ...], name: CanonicalName) -> Found | None:
         """One expert out of [experts, 2 · intermediate, hidden] (gate over up) or [experts, hidden, …]."""
-        stem = self.prefix + hf_name(f"{experts}.0.{part}", self._own).rpartition(".0.")[0]
+        part = name.stem.rpartition(".")[2]
+        stem = self.file_name(canonical).rpartition(f".{name.expert}.")[0]
         source = self._sources.get(f"{stem}.{'down_proj' if part == 'down' else 'gate_up_proj'}")
-        if source is None:
+        if source is None or name.layer is None or name.expert is None:
             return None
         rows, columns = shape
-        fused = (self._n_experts(experts), rows if part == "down" else 2 * rows, columns)
-        place = _Place(index, fused[1], rows if part == "up" else 0)
+        n_experts = getattr(self._config.layers[name.layer].feed_forward, "n_experts", 0)
+        fused = (n_experts, rows if part == "down" else 2 * rows, columns)
+        place = _Place(name.expert, fused[1], rows if part == "up" else 0)
         scale = self._scale_of(source.name)
         names = (source.name,) if scale is None else (source.name, scale.name)
         layout = None if scale is None else _expert_layout(scale, fused, self._config.weight_format)
@@ -108,10 +105,6 @@ class HfFinder:
         problem = check(source, source.shape, fused, scale, layout)
         load = partial(_load_expert, canonical, source, (rows, columns), place, scale, layout)
         return Found(load, str(source.type), names, problem)
-
-    def _n_experts(self, experts: str) -> int:
-        layer = self._config.layers[int(experts.split(".")[1])]
-        return getattr(layer.feed_forward, "n_experts", 0)
 
 
 def find_head(sources: Mapping[str, SourceTensor], prefix: str) -> str | None:

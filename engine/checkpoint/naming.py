@@ -1,14 +1,15 @@
-"""Canonical tensor names to those in Hugging Face files. Families state only where they differ."""
+"""Canonical tensor names to those in Hugging Face and GGUF files. Families state only where they differ."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-_COMMON = {
-    "embedding.weight": "embed_tokens.weight",
-    "final_norm.weight": "norm.weight",
-    "head.weight": "lm_head.weight",
+_HF = {
+    "embedding": "embed_tokens",
+    "final_norm": "norm",
+    "head": "lm_head",
     "input_norm": "input_layernorm",
     "feed_forward_norm": "post_attention_layernorm",
     "attention.q": "self_attn.q_proj",
@@ -39,24 +40,72 @@ _COMMON = {
     "deltanet.out": "linear_attn.out_proj",
 }
 
-_LAYER = re.compile(r"layers\.(\d+)\.(.+?)(\.weight|\.bias)?")
+_GGUF = {
+    "embedding": "token_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "input_norm": "attn_norm",
+    "feed_forward_norm": "ffn_norm",
+    "post_mixer_norm": "post_attention_norm",
+    "post_feed_forward_norm": "post_ffw_norm",
+    "scalar": "layer_output_scale.weight",
+    "attention.q": "attn_q",
+    "attention.k": "attn_k",
+    "attention.v": "attn_v",
+    "attention.o": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "feed_forward.gate": "ffn_gate",
+    "feed_forward.up": "ffn_up",
+    "feed_forward.down": "ffn_down",
+    "moe.router": "ffn_gate_inp",
+    "moe.experts.{e}.gate": "ffn_gate_exps",
+    "moe.experts.{e}.up": "ffn_up_exps",
+    "moe.experts.{e}.down": "ffn_down_exps",
+}
+
+_PATTERN = re.compile(r"(?:layers\.(?P<layer>\d+)\.)?(?P<stem>.+?)(?P<suffix>\.weight|\.bias)?")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True, slots=True)
+class CanonicalName:
+    """A canonical name taken apart, see engine.config.tensors."""
+
+    layer: int | None
+    stem: str
+    """Without layer and suffix; an expert's number is replaced by {e}."""
+    expert: int | None
+    suffix: str
+    """".weight", ".bias" or nothing."""
+
+
+def parse(canonical: str) -> CanonicalName:
+    match = _PATTERN.fullmatch(canonical)
+    if match is None:
+        raise KeyError(canonical)
+    expert = _EXPERT.search(match["stem"])
+    return CanonicalName(
+        layer=None if match["layer"] is None else int(match["layer"]),
+        stem=_EXPERT.sub("{e}", match["stem"]),
+        expert=None if expert is None else int(expert.group()),
+        suffix=match["suffix"] or "",
+    )
 
 
 def hf_name(canonical: str, own: Mapping[str, str]) -> str:
     """The tensor's name below the decoder's prefix ("model." and the like); the head's has no prefix.
 
-    `own` are the family's differences: canonical names without layer and .weight → its names. Raises
-    KeyError for a name that no table has.
+    `own` are the family's differences: stems to its names. Raises KeyError for a name that no table has.
     """
-    layer = _LAYER.fullmatch(canonical)
-    if layer is None:
-        return own.get(canonical) or _COMMON[canonical]
-    index, stem, suffix = layer.group(1), layer.group(2), layer.group(3) or ""
-    expert = _EXPERT.search(stem)
-    if expert is not None:
-        stem = _EXPERT.sub("{e}", stem)
-    name = own.get(stem) or _COMMON[stem]
-    if expert is not None:
-        name = name.replace("{e}", expert.group())
-    return f"layers.{index}.{name}{suffix}"
+    name = parse(canonical)
+    target = own.get(name.stem) or _HF[name.stem]
+    layer = "" if name.layer is None else f"layers.{name.layer}."
+    return f"{layer}{target.replace('{e}', str(name.expert))}{name.suffix}"
+
+
+def gguf_name(canonical: str) -> str:
+    """The tensor's name in a GGUF file; all experts of a layer share one. Raises KeyError as above."""
+    name = parse(canonical)
+    layer = "" if name.layer is None else f"blk.{name.layer}."
+    return f"{layer}{_GGUF[name.stem]}{name.suffix}"

@@ -10,8 +10,9 @@ import numpy as np
 
 from engine.checkpoint.checkpoint import Checkpoint
 from engine.checkpoint.folder import read_folder_config, read_folder_tensors
-from engine.checkpoint.gguf_file import GgufFile, read_gguf
+from engine.checkpoint.gguf_file import GgufFile
 from engine.checkpoint.gguf_finder import GgufFinder
+from engine.checkpoint.gguf_parts import read_gguf_parts
 from engine.checkpoint.hf_finder import HfFinder
 from engine.checkpoint.resolve import Resolution, resolve
 from engine.checkpoint.scales import read_plain
@@ -68,7 +69,7 @@ def _open_folder(path: Path) -> ModelFiles:
 
 
 def _open_gguf(path: Path) -> ModelFiles:
-    file = read_gguf(path)
+    file = read_gguf_parts(path)
     config = model_config_from_gguf(
         file.metadata,
         tensor_shapes={name: tensor.shape for name, tensor in file.tensors.items()},

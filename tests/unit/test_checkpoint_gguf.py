@@ -114,6 +114,77 @@ def _comparable(config: ModelConfig) -> ModelConfig:
     )
 
 
+@pytest.mark.parametrize(
+    "case", ["llama-biases", "qwen2-gqa7", "qwen3-gqa2", "qwen3_moe-renormalised", "gemma4-own-v"]
+)
+def test_tensor_names_are_those_of_the_public_tables(case: str, tmp_path: Path) -> None:
+    settings_ = _config(case)
+    names = read_gguf(write_gguf(tmp_path / "x.gguf", settings_, quant="F32")).tensors
+    file_architecture = read_gguf(tmp_path / "x.gguf").metadata["general.architecture"]
+    architecture = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == file_architecture)
+    layers = range(settings_["num_hidden_layers"])
+    public = {
+        gguf.TENSOR_NAMES[tensor].format(bid=layer)
+        for tensor in gguf.MODEL_TENSORS[architecture]
+        for layer in layers
+    }
+    assert {name.rpartition(".")[0] for name in names} <= public
+
+
+# ---- models in parts
+
+
+def _parts(tmp_path: Path) -> list[Path]:
+    """A model in three parts, written by the public package."""
+    weights = dict(canonical_weights(ModelConfig.from_hf(_llama(num_hidden_layers=1)), 0))
+    whole = write_gguf(tmp_path / "whole.gguf", _llama(num_hidden_layers=1), quant="F32")
+    tensors = list(gguf.GGUFReader(whole).tensors)
+    assert len(tensors) == len(weights)
+    paths = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for number, path in enumerate(paths):
+        _write(
+            path,
+            architecture="llama",
+            extra=lambda writer, number=number: _write_part(writer, number, tensors),
+            by_hand=False,
+            sizes=(256, 4, 2, 64),
+        )
+    return paths
+
+
+def _write_part(writer: gguf.GGUFWriter, number: int, tensors: list[Any]) -> None:
+    writer.add_uint16("split.no", number)
+    writer.add_uint16("split.count", 3)
+    for tensor in tensors[number::3]:
+        writer.add_tensor(tensor.name, np.asarray(tensor.data))
+
+
+def test_a_model_in_parts_is_whole(tmp_path: Path) -> None:
+    first = _parts(tmp_path)[0]
+    parts, whole = open_checkpoint(first), open_checkpoint(tmp_path / "whole.gguf")
+    assert list(parts.names()) == list(whole.names())
+    for name in whole.names():
+        assert parts.tensor(name).data.tobytes() == whole.tensor(name).data.tobytes()
+
+
+def test_parts_that_are_not_all_there(tmp_path: Path) -> None:
+    first, second, third = _parts(tmp_path)
+    with pytest.raises(CheckpointError, match="not the first of its 3 parts"):
+        open_checkpoint(second)
+    second.write_bytes(third.read_bytes())
+    with pytest.raises(CheckpointError, match="stands in another part too"):
+        open_checkpoint(first)
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"00002-of-00003.* cannot be read"):
+        open_checkpoint(first)
+    first.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(CheckpointError, match="its name does not tell"):
+        open_checkpoint(tmp_path / "renamed.gguf")
+
+
+# ---- settings
+
+
 def test_rope_frequency_factors_come_from_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     factors = np.linspace(1, 8, 32, dtype=np.float32)
@@ -196,14 +267,22 @@ def _write(
     without: str = "",
     rows: int = 64,
     extra: Callable[[gguf.GGUFWriter], None] | None = None,
+    by_hand: bool = True,
+    sizes: tuple[int, int, int, int] | None = None,
 ) -> None:
-    """A Llama of one layer with hidden 64, by hand, with one thing wrong."""
+    """A Llama of one layer with hidden 64, by hand, with one thing wrong; or settings and `extra` alone.
+
+    `sizes` are hidden, heads, kv heads and head_dim.
+    """
+    hidden, heads, kv_heads, head_dim = sizes or (64, head_count, head_count, 0)
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(4096)
-    writer.add_embedding_length(64)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(head_count)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     if expert_count:
         writer.add_expert_count(expert_count)
@@ -215,7 +294,7 @@ def _write(
     matrices = ["token_embd", *(f"blk.0.{n}" for n in ("attn_q", "attn_k", "attn_v", "attn_output"))]
     matrices += [f"blk.0.{n}" for n in ("ffn_gate", "ffn_up", "ffn_down")]
     vectors = ["output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"]
-    for name in matrices + vectors:
+    for name in matrices + vectors if by_hand else []:
         if f"{name}.weight" == without:
             continue
         values = np.ones(64 if name in vectors else (rows, 64), np.float32)
