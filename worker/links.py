@@ -49,7 +49,7 @@ class Links:
         self._queues: dict[int, FrontQueue] = {}
         self._numbers = itertools.count()
         self._incoming: list[Incoming] = []
-        self._arrivals: deque[socket.socket | Stop] = deque()
+        self._arrivals: deque[socket.socket] = deque()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -59,10 +59,6 @@ class Links:
 
     def listen(self, address: str, authkey: bytes) -> None:
         self._listener = QueueListener(address, authkey, self._arrive)
-
-    def interrupt(self) -> None:
-        """Makes poll() return a Stop; to be called from a signal handler."""
-        self._arrive(Stop())
 
     def poll(self, timeout_s: float | None) -> list[Incoming]:
         """What has come, waiting up to `timeout_s` (None: for ever) for something to come."""
@@ -96,20 +92,16 @@ class Links:
     def _register(self, source: socket.socket | Connection, on_event: Callable[[int], None]) -> None:
         self._selector.register(source, selectors.EVENT_READ, on_event)
 
-    def _arrive(self, arrival: socket.socket | Stop) -> None:
-        """Called from the listener's threads: leaves the arrival for poll()."""
-        self._arrivals.append(arrival)
+    def _arrive(self, connection: socket.socket) -> None:
+        """Called from the listener's threads: leaves the connection for poll()."""
+        self._arrivals.append(connection)
         with suppress(BlockingIOError):  # full: poll() is about to wake up anyway
             self._wake_sender.send(b"\0")
 
     def _take_arrivals(self, _events: int) -> None:
         self._wake_receiver.recv(4096)
         while self._arrivals:
-            arrival = self._arrivals.popleft()
-            if isinstance(arrival, Stop):
-                self._incoming.append((SUPERVISOR, arrival))
-            else:
-                self._add_front(arrival)
+            self._add_front(self._arrivals.popleft())
 
     def _add_front(self, connection: socket.socket) -> None:
         front = next(self._numbers)

@@ -247,14 +247,19 @@ class WorkerPool:
                 answer.append(tokens[start:end])
                 generation.notify(answer)
                 if answer.unread >= pause_at and not answer.is_paused:
-                    answer.is_paused = True
-                    connection.send(SetPaused(key, True))
+                    self._pause(connection, answer)
             start = end
         for finished in message.finished:
             if (entry := in_flight.get(finished.key)) is not None:
                 self._leave(connection, finished.key)
                 end_state = AnswerFinished(finished.reason, finished.message, finished.preemptions)
                 entry[0].end(entry[1], end_state)
+
+    def _pause(self, connection: WorkerConnection, answer: Answer) -> None:
+        answer.is_paused = True
+        if answer.suspicion is not None:
+            answer.suspicion.halted()
+        connection.send(SetPaused(answer.key, True))
 
     def _leave(self, connection: WorkerConnection, key: int) -> None:
         connection.remove(key)
@@ -310,6 +315,8 @@ class WorkerPool:
 
     def _judge(self, orphan: Orphan, death: WorkerDeath | None) -> None:
         answer = orphan.answer
+        if answer.is_paused:
+            return  # it held no slot, so it cannot have done it
         if answer.suspicion is None:
             answer.suspicion = Suspicion()
         verdict = answer.suspicion.worker_died(death, self._options.max_deaths)

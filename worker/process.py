@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -48,9 +47,10 @@ class WorkerSpec:
 
 
 def run_worker(spec: WorkerSpec, control: Connection) -> None:
-    """The process's main function. Exits 0 when told to stop; else with EXIT_FAULT or EXIT_LOAD."""
-    # Ctrl-C reaches the whole process group; when workers stop is the main process's decision.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The process's main function. Exits 0 when told to stop; else with EXIT_FAULT or EXIT_LOAD.
+
+    SIGTERM ends it as any process, and is survived like any other death: to stop, the main process says so.
+    """
     exit_with_parent(before_exit=lambda: _remove_traces(spec))
     if spec.options.configure_logs is not None:
         spec.options.configure_logs(process="worker", worker=spec.index)
@@ -90,7 +90,6 @@ def _serve(spec: WorkerSpec, control: Connection, engine: Engine) -> None:
     loop = WorkerLoop(
         spec.index, engine, spec.options.scheduler, links, watchdog, lambda: _tell(control, Served())
     )
-    signal.signal(signal.SIGTERM, lambda _signal, _frame: links.interrupt())
     watchdog.start()
     links.listen(spec.address, spec.authkey)
     _tell(control, Ready(spec.address, engine.info, engine.capacity))

@@ -40,9 +40,9 @@ class SupervisedProcess:
         with suppress(OSError):
             self._control.send(message)
 
-    def terminate(self) -> None:
-        """Ends the process even while it loads and reads no messages."""
-        self._process.terminate()
+    def kill(self) -> None:
+        """Ends the process even while it loads and reads no messages; it holds nothing worth saving."""
+        self._process.kill()
 
     async def wait_or_kill(self, grace_s: float) -> None:
         """Returns once the process has ended and on_death was called."""

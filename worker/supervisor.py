@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 
 from worker.options import DEFAULT_RESTARTS, RestartPolicy, WorkerOptions
-from worker.process import WorkerSpec
+from worker.process import EXIT_LOAD, WorkerSpec
 from worker.reports import Drain, Failed, Loading, Ready, Served, Stop, WorkerDeath, WorkerReport, WorkerState
 from worker.supervised import SupervisedProcess
 
@@ -149,7 +149,12 @@ class _Worker:
         self._has_served = False
         self._failure = ""
         spec = self._supervisor.spec(self.report.index, self.report.generation)
-        self._process = SupervisedProcess(spec, self._on_message, self._on_death)
+        try:
+            self._process = SupervisedProcess(spec, self._on_message, self._on_death)
+        except OSError as error:
+            self._failure = f"no process could be started: {error}"
+            self._on_death(EXIT_LOAD)
+            return
         log.info("worker_started", worker=spec.index, generation=spec.generation, pid=self._process.pid)
         self._change(pid=self._process.pid, load_stage="starting", load_progress=0.0)
 
@@ -165,7 +170,7 @@ class _Worker:
         if self._process is not None:
             self._process.send(Stop())
             if self.report.address is None:
-                self._process.terminate()
+                self._process.kill()
             await self._process.wait_or_kill(grace_s)
 
     def _change(self, **changes: object) -> None:
@@ -200,7 +205,7 @@ class _Worker:
     def _on_death(self, exit_code: int) -> None:
         self._process = None
         if self._supervisor.is_stopping:
-            self._change(pid=None, address=None)
+            self._change(state=WorkerState.DRAINING, pid=None, address=None)
             return
         cause = self._failure or _describe_exit(exit_code)
         death = WorkerDeath(self.report.generation, exit_code)

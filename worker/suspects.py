@@ -55,6 +55,10 @@ class Suspicion:
         self._waits_for_trial = False
         self._tokens_to_prove = proof
 
+    def halted(self) -> None:
+        """The worker was told to put it aside: no trial goes on."""
+        self._tokens_to_prove = 0
+
     def got_tokens(self, count: int) -> None:
         if self._tokens_to_prove > 0:
             self._tokens_to_prove -= count

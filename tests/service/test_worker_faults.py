@@ -112,7 +112,7 @@ def test_sixteen_streams_survive_kill_after_kill() -> None:
             host.kill()
             # And once more while the first of them are on trial.
             await host.until_ready(restarts=2)
-            host.kill()
+            host.kill(number=signal.SIGTERM)
             await streams.check()
             assert host.supervisor.reports()[0].restarts == 3
             status = await until_status(host.pools[0], lambda status: status.running == 0)

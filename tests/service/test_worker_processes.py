@@ -198,6 +198,26 @@ def test_a_front_that_stands_still_too_long_is_cut_off_and_comes_back() -> None:
     run(scenario)
 
 
+def test_an_interrupt_from_the_terminal_is_the_main_process_s_business() -> None:
+    async def scenario() -> None:
+        host = Host(SETUP)
+        host.supervisor.start()
+        host.kill(number=signal.SIGINT)  # while its interpreter starts
+        await host.until_ready()
+        try:
+            pool = host.add_pool()
+            await until_connected(pool)
+            host.kill(number=signal.SIGINT)
+            (answer,) = await read(await pool.submit(request("r", range(5), 100)))
+            assert answer.tokens == expected(SETUP, range(5), 100)
+            assert host.supervisor.reports()[0].restarts == 0
+        finally:
+            await pool.close()
+            await host.supervisor.stop()
+
+    run(scenario)
+
+
 # ---- strangers
 
 
