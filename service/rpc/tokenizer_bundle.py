@@ -8,6 +8,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.text import TextTokenizer, hugging_face_files
+
 # What Hugging Face tokenizers are made of; config.json tells the tokenizer's class where nothing else does.
 FILE_NAMES = (
     "added_tokens.json",
@@ -27,10 +29,6 @@ FILE_NAMES = (
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-class NoTokenizerFiles(Exception):
-    """The model does not come with tokenizer files of its own."""
-
-
 @dataclass(frozen=True, slots=True)
 class TokenizerBundle:
     """A zip archive and its fingerprint."""
@@ -39,19 +37,18 @@ class TokenizerBundle:
     sha256: str
 
 
-def bundle_tokenizer(path: Path) -> TokenizerBundle:
-    """Reads a model folder; blocks. Raises NoTokenizerFiles."""
-    files = [path / name for name in FILE_NAMES if (path / name).is_file()]
-    if not any(file.name in ("tokenizer.json", "tokenizer.model", "vocab.json") for file in files):
-        raise NoTokenizerFiles(
-            f"{path.name} holds no tokenizer files (a .gguf file keeps its tokenizer inside); "
-            "give the gateway the tokenizer's own path"
-        )
+def bundle_tokenizer(path: Path, tokenizer: TextTokenizer) -> TokenizerBundle:
+    """The files of a model folder as they are; for a .gguf file, which keeps its tokenizer inside, files of
+    the same meaning. Blocks."""
+    if path.is_dir():
+        files = {name: (path / name).read_bytes() for name in FILE_NAMES if (path / name).is_file()}
+    else:
+        files = hugging_face_files(tokenizer)
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for file in files:
-            entry = zipfile.ZipInfo(file.name, date_time=_EPOCH)
+        for name, content in files.items():
+            entry = zipfile.ZipInfo(name, date_time=_EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
-            archive.writestr(entry, file.read_bytes())
+            archive.writestr(entry, content)
     data = buffer.getvalue()
     return TokenizerBundle(data, hashlib.sha256(data).hexdigest())

@@ -19,11 +19,11 @@ from smg_grpc_proto.generated import common_pb2
 
 from service.rpc.answers import AnswerDelta
 from service.rpc.control import ServerControl
-from service.rpc.errors import Context, InvalidRequest, RpcError, StatusOnError
+from service.rpc.errors import Context, InvalidRequest, StatusOnError
 from service.rpc.running import run_request
 from service.rpc.sampling import check_count
 from service.rpc.serving import ServedModel, Serving
-from service.rpc.tokenizer_bundle import NoTokenizerFiles, bundle_tokenizer
+from service.rpc.tokenizer_bundle import bundle_tokenizer
 from service.rpc.validation import GenerateInput
 from service.rpc.violations import Violations
 from service.rpc.vllm_encoding import VllmEncoder
@@ -131,11 +131,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> None:
         async with StatusOnError(context, "VllmEngine.GetTokenizer"):
-            path = self._serving.loaded().path
-            try:
-                bundle = await self._serving.in_thread(bundle_tokenizer, path)
-            except NoTokenizerFiles as error:
-                raise RpcError(grpc.StatusCode.FAILED_PRECONDITION, str(error)) from error
+            model = self._serving.loaded()
+            bundle = await self._serving.in_thread(bundle_tokenizer, model.path, model.tokenizer)
             for start in range(0, len(bundle.data), CHUNK_BYTES):
                 data = bundle.data[start : start + CHUNK_BYTES]
                 is_last = start + len(data) == len(bundle.data)

@@ -5,6 +5,7 @@ Knows token ids and strings; knows no request, no RPC, no queue and no model wei
 
 from service.text.chat import ChatTemplates
 from service.text.errors import ChatTemplateError, TextError, TokenizerError
+from service.text.export import hugging_face_files
 from service.text.generation import GenerationDefaults
 from service.text.loading import load_tokenizer
 from service.text.stops import StopSet
@@ -21,5 +22,6 @@ __all__ = [
     "TextError",
     "TextTokenizer",
     "TokenizerError",
+    "hugging_face_files",
     "load_tokenizer",
 ]

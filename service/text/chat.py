@@ -51,6 +51,8 @@ class ChatTemplates:
         sources = {_DEFAULT: templates} if isinstance(templates, str) else dict(templates)
         if not sources:
             raise ChatTemplateError("The model has no chat template.")
+        self.sources: Mapping[str, str] = sources
+        """The templates as they were given, by name."""
         environment = ChatTemplateEnvironment()
         self._templates = {name: _compile(environment, name, text) for name, text in sources.items()}
         self._special_tokens = dict(special_tokens or {})

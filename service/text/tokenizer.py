@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from service.text.chat import ChatTemplates
 from service.text.errors import TokenizerError
@@ -103,6 +104,18 @@ class TextTokenizer:
         if add_special_tokens and (self._prefix_ids or self._suffix_ids):
             return self._prefix_ids + ids + self._suffix_ids
         return ids
+
+    def to_json(self) -> str:
+        """The tokenizer in the form of a Hugging Face tokenizer.json, prefix and suffix included."""
+        if not self._prefix_ids and not self._suffix_ids:
+            return str(self._tokenizer.to_str())
+        copy = Tokenizer.from_str(self._tokenizer.to_str())
+        names = {i: copy.id_to_token(i) for i in (*self._prefix_ids, *self._suffix_ids)}
+        copy.post_processor = TemplateProcessing(
+            single=[*(names[i] for i in self._prefix_ids), "$A", *(names[i] for i in self._suffix_ids)],
+            special_tokens=[(name, i) for i, name in names.items()],
+        )
+        return str(copy.to_str())
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's own bytes, not always valid UTF-8; b"" for an id beyond the vocabulary."""

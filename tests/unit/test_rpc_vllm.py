@@ -14,7 +14,10 @@ import grpc
 import pytest
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2
+from tokenizers import pre_tokenizers
 
+from service.rpc.tokenizer_bundle import bundle_tokenizer
+from service.text import load_tokenizer
 from tests.unit.rpc_harness import (
     MAX_LENGTH,
     VOCAB_SIZE,
@@ -26,6 +29,7 @@ from tests.unit.rpc_harness import (
     violations_of,
 )
 from tests.unit.test_rpc_control import READY, view
+from tests.unit.text_tools import gguf_of, trained_byte_level
 from worker.client import FinishReason, Rejection, RejectReason, TokenLogprobs
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -284,3 +288,16 @@ def test_what_is_not_offered_says_so(tiny_checkpoint: Path) -> None:
             assert not (await stub.StopProfile(common_pb2.StopProfileRequest())).success
 
     run(scenario())
+
+
+def test_a_gguf_files_tokenizer_travels_as_hugging_face_files(tmp_path: Path) -> None:
+    original = trained_byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    path = gguf_of(original, tmp_path / "model.gguf", "gpt-2", eos_token_id=2)
+    ours = load_tokenizer(path)
+    bundle = bundle_tokenizer(path, ours)
+    assert bundle == bundle_tokenizer(path, ours)
+    with zipfile.ZipFile(io.BytesIO(bundle.data)) as archive:
+        archive.extractall(tmp_path / "files")
+    read_back = load_tokenizer(tmp_path / "files")
+    assert read_back.encode("the river 😀 and the sea") == ours.encode("the river 😀 and the sea")
+    assert read_back.eos_token_ids == (2,)
