@@ -126,13 +126,12 @@ class WorkerPool:
 
     async def abort(self, request_id: str) -> bool:
         """Ends the request wherever it is; its answers finish with ABORTED. Whether it was found."""
-        found = False
         generation = self._generations.get(request_id)
-        for answer in generation.answers if generation else ():
+        is_ours = generation is not None and not all(answer.is_over for answer in generation.answers)
+        for answer in generation.answers if generation is not None else ():
             if self._orphans.remove(answer.key) is not None and generation is not None:
                 generation.end(answer, AnswerFinished(FinishReason.ABORTED))
-                found = True
-        return await self._roster.abort(request_id) or found
+        return await self._roster.abort(request_id) or is_ours
 
     def cancel(self, generation: Generation, answers: list[Answer]) -> None:
         """For generations: nobody wants these answers any more."""

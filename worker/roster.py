@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-ABORT_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 30.0
 """For a worker's answer to an abort; it works at once, but a step may have to end first."""
 PROFILE_GRACE_S = 10.0
 RETRY_AFTER_S = 1.0
