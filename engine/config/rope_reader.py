@@ -12,6 +12,9 @@ from engine.config.reader import REQUIRED, Section
 from engine.config.rope import RopeKind, RopeSpec
 from engine.errors import UnsupportedModelError
 
+_MAX_THETA = 1e30
+_MAX_FACTOR = 1e6
+
 _MROPE = {"mrope"}
 """Multimodal rope gives all three axes the same position in text, which makes it the default rope."""
 
@@ -35,7 +38,8 @@ def read_rope(
     if not has_query_growth and settings.number("llama_4_scaling_beta", 0.0) != 0.0:
         raise UnsupportedModelError(f"{settings.where}: llama_4_scaling_beta is not supported here")
     kind = _kind(settings, default_kind)
-    theta = settings.number("rope_theta", config.number("rope_theta", default_theta), minimum=1.0)
+    outer_theta = config.number("rope_theta", default_theta, minimum=1.0, maximum=_MAX_THETA)
+    theta = settings.number("rope_theta", outer_theta, minimum=1.0, maximum=_MAX_THETA)
     partial = _partial(settings, config, default_partial)
     if kind is RopeKind.PROPORTIONAL:
         return RopeSpec(
@@ -43,7 +47,7 @@ def read_rope(
             theta,
             head_dim,
             rotary_dim=head_dim,
-            factor=settings.number("factor", 1.0, minimum=1e-6),
+            factor=settings.number("factor", 1.0, minimum=1e-6, maximum=_MAX_FACTOR),
             rotated_angles=int(partial * head_dim // 2),
         )
     rotary_dim = int(head_dim * partial)
@@ -97,32 +101,42 @@ def _scaled(base: RopeSpec, settings: Section, config: Section) -> RopeSpec:
     key = "original_max_position_embeddings"
     original = config.integer(key, settings.integer(key, config.integer("max_position_embeddings", None)))
     if base.kind is RopeKind.LINEAR:
-        factor = settings.number("factor", REQUIRED, minimum=1e-6)
+        factor = settings.number("factor", REQUIRED, minimum=1e-6, maximum=_MAX_FACTOR)
         return RopeSpec(base.kind, base.theta, base.head_dim, base.rotary_dim, factor)
     if original is None:
         raise settings.error(key, "is missing")
     if base.kind is RopeKind.LLAMA3:
-        return RopeSpec(
-            base.kind,
-            base.theta,
-            base.head_dim,
-            base.rotary_dim,
-            factor=settings.number("factor", REQUIRED, minimum=1e-6),
-            original_max_position=original,
-            low_freq_factor=settings.number("low_freq_factor", REQUIRED, minimum=1e-6),
-            high_freq_factor=settings.number("high_freq_factor", REQUIRED, minimum=1e-6),
-        )
+        return _llama3(base, settings, original)
     return _yarn(base, settings, config, original)
 
 
+def _llama3(base: RopeSpec, settings: Section, original: int) -> RopeSpec:
+    low = settings.number("low_freq_factor", REQUIRED, minimum=1e-6)
+    high = settings.number("high_freq_factor", REQUIRED, minimum=1e-6)
+    if low >= high:
+        raise settings.error("high_freq_factor", f"({high}) must be greater than low_freq_factor ({low})")
+    return RopeSpec(
+        base.kind,
+        base.theta,
+        base.head_dim,
+        base.rotary_dim,
+        factor=settings.number("factor", REQUIRED, minimum=1e-6, maximum=_MAX_FACTOR),
+        original_max_position=original,
+        low_freq_factor=low,
+        high_freq_factor=high,
+    )
+
+
 def _yarn(base: RopeSpec, settings: Section, config: Section, original: int) -> RopeSpec:
-    factor = settings.number("factor", None, minimum=1e-6)
+    if base.theta <= 1:
+        raise settings.error("rope_theta", f"must be greater than 1 for yarn, not {base.theta}")
+    factor = settings.number("factor", None, minimum=1e-6, maximum=_MAX_FACTOR)
     if factor is None:
         factor = config.integer("max_position_embeddings", REQUIRED) / original
-    attention_factor = settings.number("attention_factor", None)
+    attention_factor = settings.number("attention_factor", None, minimum=1e-3, maximum=1e3)
     if attention_factor is None:
-        mscale = settings.number("mscale", 0.0)
-        mscale_all = settings.number("mscale_all_dim", 0.0)
+        mscale = settings.number("mscale", 0.0, minimum=0.0, maximum=1e3)
+        mscale_all = settings.number("mscale_all_dim", 0.0, minimum=0.0, maximum=1e3)
         if mscale and mscale_all:
             attention_factor = _mscale(factor, mscale) / _mscale(factor, mscale_all)
         else:
@@ -134,8 +148,8 @@ def _yarn(base: RopeSpec, settings: Section, config: Section, original: int) -> 
         base.rotary_dim,
         factor=factor,
         original_max_position=original,
-        beta_fast=settings.number("beta_fast", 0.0) or 32.0,
-        beta_slow=settings.number("beta_slow", 0.0) or 1.0,
+        beta_fast=settings.number("beta_fast", 0.0, minimum=0.0) or 32.0,
+        beta_slow=settings.number("beta_slow", 0.0, minimum=0.0) or 1.0,
         truncate=settings.boolean("truncate", True),
         attention_factor=attention_factor,
     )

@@ -82,6 +82,14 @@ def test_partial_rotation_is_refused_where_the_family_has_none() -> None:
         ({"rope_type": "linear", "factor": 0}, "factor must lie between"),
         ({"rope_type": "linear", "factor": "2"}, "factor must be a finite number"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor is missing"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0},
+            "high_freq_factor .* must be greater than low_freq_factor",
+        ),
+        (
+            {"rope_type": "yarn", "factor": 8.0, "rope_theta": 1.0},
+            "rope_theta must be greater than 1 for yarn",
+        ),
         ({"rope_type": 3}, "rope_type must be a string"),
         ({"rope_type": "default", "rope_theta": -1}, "rope_theta must lie between"),
         ({"rope_type": "default", "rope_theta": float("nan")}, "rope_theta must be a finite number"),
