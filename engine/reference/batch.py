@@ -9,6 +9,7 @@ import numpy as np
 
 from engine.interface import PAGE_SIZE
 from engine.reference.arrays import IntArray
+from engine.reference.row_widths import Widths
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +44,20 @@ class RaggedBatch:
     """int32 [rows]: the page that takes the row's KV."""
     row_offsets: IntArray
     """int32 [rows]: its place in that page."""
+    widths: Widths
+    """Numbers of rows at which products agree, for what regroups rows."""
 
     @property
     def padded_rows(self) -> int:
         return len(self.tokens)
 
 
-def make_batch(segments: Ordered[Segment], block_tables: IntArray, padded_rows: int) -> RaggedBatch:
+def make_batch(segments: Ordered[Segment], block_tables: IntArray, widths: Widths) -> RaggedBatch:
     """Lays out at least one segment; block_tables is int32 [slots of the engine, entries]."""
     lengths = [len(segment.tokens) for segment in segments]
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     rows = int(offsets[-1])
-    tokens, positions = np.zeros((2, padded_rows), np.int32)
+    tokens, positions = np.zeros((2, widths.pad(rows)), np.int32)
     tokens[:rows] = np.concatenate([segment.tokens for segment in segments])
     positions[:rows] = np.concatenate(
         [np.arange(segment.start, segment.start + len(segment.tokens)) for segment in segments]
@@ -71,4 +74,5 @@ def make_batch(segments: Ordered[Segment], block_tables: IntArray, padded_rows: 
         block_tables=block_tables[slots],
         row_pages=block_tables[np.repeat(slots, lengths), logical_pages],
         row_offsets=row_offsets,
+        widths=widths,
     )

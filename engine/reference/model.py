@@ -13,8 +13,10 @@ from engine.interface import Progress
 from engine.reference.arrays import FloatArray, IntArray
 from engine.reference.batch import RaggedBatch
 from engine.reference.layers.attention import AttentionMixer, Ropes
+from engine.reference.layers.delta_net import DeltaNetMixer
 from engine.reference.layers.feed_forward import DenseFeedForward
 from engine.reference.layers.layer import FeedForwardLayer, Layer, MixerLayer
+from engine.reference.layers.moe import MoEFeedForward
 from engine.reference.ops.activation import softcap
 from engine.reference.ops.embedding import embed
 from engine.reference.ops.norm import rms_norm
@@ -101,13 +103,13 @@ class ReferenceModel:
         if isinstance(mixer, AttentionSpec):
             columns = self.columns[mixer.head_dim].pad
             return AttentionMixer(mixer, reader.under("attention"), pages, columns)
-        raise NotImplementedError(mixer.kind)
+        return DeltaNetMixer(mixer, reader.under("deltanet"), self._n_slots)
 
     def _make_feed_forward(self, spec: LayerSpec, reader: WeightReader) -> FeedForwardLayer:
         feed_forward = spec.feed_forward
         if isinstance(feed_forward, DenseSpec):
             return DenseFeedForward(feed_forward, reader.under("feed_forward"))
-        raise NotImplementedError(feed_forward.kind)
+        return MoEFeedForward(feed_forward, reader.under("moe"))
 
     def _cos_sin(self, batch: RaggedBatch) -> Ropes:
         return {

@@ -75,8 +75,7 @@ class Step:
     def _compute(self, rows: list[_Row]) -> None:
         began = perf_counter()
         segments = [row.segment for row in rows]
-        count = sum(len(segment.tokens) for segment in segments)
-        batch = make_batch(segments, self._slots.block_tables, self._model.rows.pad(count))
+        batch = make_batch(segments, self._slots.block_tables, self._model.rows)
         hidden = self._model.forward(batch)
         ended = perf_counter()
         self._result.stage_us["forward"] = (ended - began) * 1e6

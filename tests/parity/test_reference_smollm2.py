@@ -18,7 +18,9 @@ GOLDEN = json.loads((Path(__file__).parent / "golden" / "smollm2.json").read_tex
 
 @pytest.fixture(scope="module")
 def engine(demo_model: Path) -> Iterator[Engine]:
-    options = EngineOptions(demo_model, engine="reference", max_sequences=len(GOLDEN), max_sequence_length=256)
+    options = EngineOptions(
+        demo_model, engine="reference", max_sequences=len(GOLDEN), max_sequence_length=256, threads=1
+    )
     engine = load_engine(options)
     yield engine
     engine.close()

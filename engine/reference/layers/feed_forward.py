@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.config import Activation, DenseSpec
 from engine.reference.arrays import FloatArray
+from engine.reference.batch import RaggedBatch
 from engine.reference.ops.activation import gelu_tanh_mul, silu_mul
 from engine.reference.weights import Linear, WeightReader
 
@@ -22,6 +23,6 @@ class DenseFeedForward:
     def linears(self) -> list[Linear]:
         return [self._gate_up, self._down]
 
-    def __call__(self, hidden: FloatArray) -> FloatArray:
+    def __call__(self, hidden: FloatArray, batch: RaggedBatch) -> FloatArray:
         """float32 [padded rows, hidden] to the same."""
         return self._down(self._gated(self._gate_up(hidden)))

@@ -37,7 +37,9 @@ class FeedForwardLayer(Protocol):
 
     def linears(self) -> list[Linear]: ...
 
-    def __call__(self, hidden: FloatArray) -> FloatArray: ...
+    def __call__(self, hidden: FloatArray, batch: RaggedBatch) -> FloatArray:
+        """float32 [padded rows, hidden] to the same."""
+        ...
 
 
 class Layer:
@@ -62,7 +64,7 @@ class Layer:
         """Advances the residual stream, float32 [padded rows, hidden], in place."""
         mixed = self.mixer(rms_norm(hidden, self._input_norm, self._eps), batch, ropes)
         self._add(hidden, mixed, self._post_mixer_norm)
-        fed = self.feed_forward(rms_norm(hidden, self._feed_forward_norm, self._eps))
+        fed = self.feed_forward(rms_norm(hidden, self._feed_forward_norm, self._eps), batch)
         self._add(hidden, fed, self._post_feed_forward_norm)
         if self._scalar is not None:
             hidden *= self._scalar
