@@ -34,14 +34,17 @@ mkfifo "$scratch/output"
 server=$!
 exec 3<"$scratch/output"
 
-target=""
+target="" ready=""
 while read -r line <&3; do
   case "$line" in
     "listening on "*) target="${line#listening on }" ;;
-    "ready: "*) break ;;
+    "ready: "*)
+      ready=1
+      break
+      ;;
   esac
 done
-[[ -n "$target" ]] || die "the server ended before it was ready; its message stands above"
+[[ -n "$ready" ]] || die "the server ended before it was ready; its message stands above"
 "$VENV/bin/slipstream" health --target "$target" --wait 60 >/dev/null ||
   die "the server at $target does not say that it serves"
 

@@ -7,7 +7,9 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 VENV="${SLIPSTREAM_VENV:-$ROOT/.venv}"
 MINIMUM="3.11"
 
-say() { printf '\033[2m%s\033[0m\n' "$*" >&2; }
+say() {
+  if [[ -t 2 ]]; then printf '\033[2m%s\033[0m\n' "$*" >&2; else printf '%s\n' "$*" >&2; fi
+}
 
 die() {
   printf 'error: %s\n' "$*" >&2

@@ -55,7 +55,8 @@ class Console:
         print(line, flush=True)
 
     def draining(self, left: int) -> None:
-        if left != self._last_left:
+        """What a drain still waits for; nothing is said where there was nothing to wait for."""
+        if left != self._last_left and (left or self._last_left):
             self._last_left = left
             streams = "stream" if left == 1 else "streams"
             print(f"draining: {left} {streams} left", file=sys.stderr, flush=True)
