@@ -1,0 +1,1 @@
+"""The engine for NVIDIA GPUs. Importing this package creates no CUDA context."""
