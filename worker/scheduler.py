@@ -265,7 +265,7 @@ class Scheduler:
             self._finish(sequence, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "") -> None:
-        """The one way out. Cancelled sequences are not told of: their front has said it knows."""
+        """The one way out, whatever state it is in."""
         if sequence.state is State.FINISHED:
             return
         self._planner.give_up(sequence, is_sound=reason is not FinishReason.FAULT)
@@ -274,8 +274,7 @@ class Scheduler:
         sequence.state = State.FINISHED
         self._registry.remove(sequence)
         self._finished[reason] += 1
-        if reason is not FinishReason.CANCELLED:
-            sequence.news.finished.append(Finished(sequence.key, reason, message, sequence.preemptions))
+        sequence.news.finished.append(Finished(sequence.key, reason, message, sequence.preemptions))
         self._sum_up(sequence, reason)
 
     def _sum_up(self, sequence: Sequence, reason: FinishReason) -> None:

@@ -270,7 +270,7 @@ class Harness:
                 stream.logprobs += message.logprobs[key]
                 n_before = len(stream.tokens) - len(stream.logprobs)
                 assert stream.logprobs == stream.oracle.logprobs[n_before:][: len(stream.logprobs)]
-            if stream.sampling.prompt_logprobs is not None and not stream.submit.output:
+            if stream.sampling.prompt_logprobs is not None and stream.submit.output is None:
                 assert stream.prompt_logprobs is not None, "tokens before the prompt's log-probabilities"
         for finished in message.finished:
             stream = self._listening(front, finished.key)

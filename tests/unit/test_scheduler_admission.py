@@ -79,6 +79,17 @@ def test_a_second_early_abort_counts_from_then() -> None:
     assert refusal(harness.submit(request_id="early")).reason is RejectReason.ABORTED_BEFORE
 
 
+def test_an_early_abort_that_is_repeated_does_not_prolong_others() -> None:
+    harness = Harness(abort_memory_s=10)
+    harness.abort("repeated")
+    harness.abort("once")
+    harness.clock.now += 9
+    harness.abort("repeated")
+    harness.clock.now += 2
+    assert isinstance(harness.submit(request_id="once"), int)
+    assert refusal(harness.submit(request_id="repeated")).reason is RejectReason.ABORTED_BEFORE
+
+
 def test_early_aborts_are_remembered_up_to_a_number() -> None:
     harness = Harness(abort_memory_size=3)
     for name in "abcd":
@@ -158,6 +169,18 @@ def test_a_resubmission_is_taken_whatever_the_queue_and_goes_on_where_it_was() -
     assert harness.finished(key) is harness.finished(busy) is FinishReason.LENGTH
     assert harness.scheduler.stats().generated_tokens == 50 + 12
     assert sum(len(plan.decodes) for plan in harness.plans) == 49 + 11
+
+
+def test_a_resubmission_with_output_has_delivered_its_prompt_logprobs() -> None:
+    harness = Harness()
+    first = harness.submit([4, 5, 6], 5, prompt_logprobs=1)
+    harness.run()
+    sent = harness.tokens(first)[:2]
+    again = harness.submit([4, 5, 6], 5, prompt_logprobs=1, output=sent, is_resubmission=True)
+    fresh = harness.submit([4, 5, 6], 5, prompt_logprobs=1, is_resubmission=True)
+    harness.run()
+    assert harness.streams[0, again].prompt_logprobs is None
+    assert harness.streams[0, fresh].prompt_logprobs is not None
 
 
 def test_a_resubmission_goes_before_new_requests_of_its_priority() -> None:

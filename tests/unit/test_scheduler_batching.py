@@ -86,6 +86,9 @@ def test_a_burst_of_prompts_shares_steps() -> None:
     first = harness.plans[0]
     assert len(first.prefills) >= 20
     assert sum(prefilled(first).values()) > 1900
+    # No slivers: what does not finish its prompt ends at a page's end.
+    chunks = [chunk for plan in harness.plans for chunk in plan.prefills]
+    assert all(chunk.is_last or (chunk.start + len(chunk.tokens)) % 64 == 0 for chunk in chunks)
     # 6,400 tokens at 2,048 a step.
     assert max(i for i, plan in enumerate(harness.plans) if plan.prefills) <= 4
     assert all(harness.finished(key) is FinishReason.LENGTH for key in keys)

@@ -131,6 +131,8 @@ def test_the_prompt_of_several_answers_is_computed_once() -> None:
     assert computed(harness.plans) == 700 + 3 * (700 - 640)
     assert [cached(harness, key + i) for i in range(4)] == [0, 640, 640, 640]
     assert len({tuple(harness.tokens(key + i)) for i in range(4)}) == 4
+    seeds = [start.sampling.seed for plan in harness.plans for start in plan.starts]
+    assert seeds == [2**64 - 2, 2**64 - 1, 0, 1]
     assert harness.n_stood_aside == 3  # once each, not once per page
 
 
