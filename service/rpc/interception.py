@@ -62,17 +62,21 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) ->
     async def handle(request: Any, context: Context) -> Any:
         started = time.perf_counter()
         metrics.rpc_started()
-        is_cancelled = False
+        code = "UNKNOWN"
         try:
             if request is _MALFORMED:
                 message = "the request is no valid message of this method's type, or holds invalid UTF-8"
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
-            return await behavior(request, context)
+            result = await behavior(request, context)
+            code = "OK"
+            return result
         except asyncio.CancelledError:
-            is_cancelled = True
+            code = "DEADLINE_EXCEEDED" if _is_late(context) else "CANCELLED"
+            raise
+        except grpc.aio.AbortError:
+            code = _code_name(context.code())
             raise
         finally:
-            code = "CANCELLED" if is_cancelled else _code_name(context.code())
             metrics.rpc_ended(method, code, time.perf_counter() - started)
 
     make = (
@@ -83,7 +87,13 @@ def _wrap(handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics) ->
     return make(handle, deserialize_or_mark, handler.response_serializer)
 
 
-def _code_name(code: grpc.StatusCode | int | None) -> str:
-    """grpc.aio's contexts hold a number, and 0 until another is set."""
-    number: int = code.value[0] if isinstance(code, grpc.StatusCode) else code or 0
+def _is_late(context: Context) -> bool:
+    """Whether the call's deadline is what cancelled it."""
+    remaining = context.time_remaining()
+    return remaining is not None and remaining <= 0
+
+
+def _code_name(code: grpc.StatusCode | int) -> str:
+    """grpc.aio's contexts hold either."""
+    number: int = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return _CODE_NAMES.get(number, "UNKNOWN")

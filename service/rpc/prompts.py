@@ -20,6 +20,10 @@ from service.text import ChatTemplateError, TextTokenizer
 # only refused unread when it could not fit even so.
 NORMALIZATION_MARGIN = 4
 
+# A text of more characters than so many per token that fits is first read in part: where that part alone is
+# twice too long, the rest need not be tokenized to know it. (Twice, since a cut word may have more tokens.)
+CHARACTERS_PER_TOKEN = 16
+
 # Template variables that a Chat has fields for.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -81,9 +85,20 @@ class PromptReader:
                 f"has {len(text)} characters, which cannot fit in {self._max_sequence_length} tokens"
             )
             violations.add(field, description)
+        self._check_beginning(text, field, violations)
         if not violations.is_empty:
             return None
         return Prompt(self._tokenizer.encode(text, add_special_tokens=add_special_tokens), text, field)
+
+    def _check_beginning(self, text: str, field: str, violations: Violations) -> None:
+        """Reports a text that is far too long, at the cost of one that is not."""
+        n_characters = self._max_sequence_length * CHARACTERS_PER_TOKEN
+        if len(text) <= n_characters or not violations.is_empty:
+            return
+        limit = 2 * self._max_sequence_length
+        if len(self._tokenizer.encode(text[:n_characters])) > limit:
+            fits = self._max_sequence_length - 1
+            violations.add(field, f"is over {limit} tokens long; the most this server takes is {fits}")
 
     def _read_chat(self, chat: inference_pb2.Chat, violations: Violations) -> Prompt | None:
         templates = self._tokenizer.chat_templates

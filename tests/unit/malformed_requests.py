@@ -75,6 +75,8 @@ MALFORMED: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str]] = {
     "long ids": (ids(*[5] * 10_000), INVALID, "tokens.ids", "10000"),
     "long text": (text_request(text="hello there " * 400), INVALID, "text", f"{MAX_LENGTH - 1}"),
     "megabytes of text": (text_request(text="a" * 4_000_000), INVALID, "text", "4000000 characters"),
+    "far too long text": (text_request(text="?!" * 3_000), INVALID, "text", f"over {2 * MAX_LENGTH} tokens"),
+    "far too long chat": (chat(("user", "?!" * 3_000)), INVALID, "chat", f"over {2 * MAX_LENGTH} tokens"),
     "long chat": (chat(("user", "hello there " * 400)), INVALID, "chat", f"{MAX_LENGTH - 1}"),
     "other model": (text_request(model="gpt-5"), NOT_FOUND, "", "gpt-5"),
     "long model name": (text_request(model="m" * 100_000), NOT_FOUND, "", "mmm"),

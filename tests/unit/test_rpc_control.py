@@ -180,7 +180,14 @@ def test_calls_are_counted_by_status(tiny_checkpoint: Path) -> None:
             await error_of(harness.inference.Complete(inference_pb2.GenerateRequest()))
             raw = harness.channel.unary_unary("/slipstream.v1.Inference/Complete")
             await error_of(raw(b"\xff"))
+            cancelled = harness.inference.Generate(inference_pb2.GenerateRequest(text="hello"))
+            await harness.pool.submitted(1)
+            cancelled.cancel()
+            late = harness.inference.Complete(inference_pb2.GenerateRequest(text="hello"), timeout=0.1)
+            assert await late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             expected = {
+                ("slipstream.v1.Inference/Generate", "CANCELLED"): 1,
+                ("slipstream.v1.Inference/Complete", "DEADLINE_EXCEEDED"): 1,
                 ("slipstream.v1.Control/GetStatus", "OK"): 1,
                 ("slipstream.v1.Inference/Complete", "INVALID_ARGUMENT"): 2,
             }
