@@ -261,10 +261,13 @@ def test_a_paused_sequence_whose_token_under_way_is_a_stop_token_ends() -> None:
 
 
 def test_pausing_a_sequence_whose_last_token_is_under_way_changes_nothing() -> None:
-    harness = Harness(SimulatedOptions(pipeline_depth=1))
+    harness = Harness(SimulatedOptions(pipeline_depth=2))
     key = harness.submit(10, 1)
     harness.plan()
     assert harness.state(key) is State.ENDING
+    harness.pause(key)
+    harness.pause(key, paused=False)
+    assert harness.plan() is None
     harness.pause(key)
     harness.collect_all()
     assert harness.finished(key) is FinishReason.LENGTH
