@@ -17,7 +17,7 @@ from engine.config.common import (
 from engine.config.families import Family
 from engine.config.model import AttentionSpec, LayerSpec, ModelConfig, NormSpec
 from engine.config.reader import REQUIRED, Section
-from engine.config.rope import RopeKind
+from engine.config.rope import RopeKind, RopeSpec
 from engine.config.rope_reader import read_rope
 from engine.errors import UnsupportedModelError
 
@@ -28,16 +28,18 @@ _PER_LAYER_INPUT = 256
 
 def read_gemma4(config: Section, architecture: str) -> ModelConfig:
     """Sliding layers with a global one after every five; four norms and a scalar a layer."""
-    refuse_unknown_mathematics(config, handled=("final_logit_softcapping",))
+    refuse_unknown_mathematics(config, handled=("final_logit_softcapping", "per_layer_config"))
     _refuse_variants(config)
     n_layers = read_n_layers(config)
     default_types = [_GLOBAL if (index + 1) % 6 == 0 else _SLIDING for index in range(n_layers)]
     types = read_layer_types(config, n_layers, default_types, [_GLOBAL, _SLIDING])
     types[-1] = _GLOBAL
     norm = read_norm(config)
-    mixers = {_SLIDING: _sliding(config, norm), _GLOBAL: _global(config, norm)}
+    mixers = [
+        _mixer(config, norm, kind, sizes) for kind, sizes in zip(types, _sizes(config, types), strict=True)
+    ]
     dense = read_dense(config, activation_key="hidden_activation", default_activation="gelu_pytorch_tanh")
-    layers = [LayerSpec(mixers[kind], dense, norm, post_norms=True, has_scalar=True) for kind in types]
+    layers = [LayerSpec(mixer, dense, norm, post_norms=True, has_scalar=True) for mixer in mixers]
     return assemble(
         config,
         "gemma4",
@@ -78,58 +80,65 @@ def _refuse_variants(config: Section) -> None:
             )
 
 
-def _sliding(config: Section, norm: NormSpec) -> AttentionSpec:
-    head_dim = config.integer("head_dim", 256)
-    n_kv_heads = config.integer("num_key_value_heads", 4)
-    window = config.integer("sliding_window", 512)
-    return _attention(config, norm, _SLIDING, head_dim, n_kv_heads, window=window)
+def _sizes(config: Section, types: list[str]) -> list[tuple[int, int]]:
+    """(head_dim, kv heads) of each layer: those of global layers in keys of their own, or layer by layer."""
+    base = config.integer("head_dim", 256), config.integer("num_key_value_heads", 4)
+    by_layer = config.section("per_layer_config")
+    if by_layer is None:
+        n_kv_heads = base[1]
+        if config.boolean("attention_k_eq_v", False):
+            n_kv_heads = config.integer("num_global_key_value_heads", n_kv_heads)
+        of_global = config.integer("global_head_dim", _GLOBAL_HEAD_DIM), n_kv_heads
+        return [of_global if kind == _GLOBAL else base for kind in types]
+    sizes = [_override(by_layer.section(str(index)), base) for index in range(len(types))]
+    unknown = set(by_layer.values) - {str(index) for index in range(len(types))}
+    if unknown:
+        raise by_layer.error(min(unknown), "is no layer")
+    return sizes
 
 
-def _global(config: Section, norm: NormSpec) -> AttentionSpec:
-    """Wider heads, fewer of them, and where attention_k_eq_v says so, keys that serve as values."""
-    head_dim = config.integer("global_head_dim", _GLOBAL_HEAD_DIM)
-    v_from_k = config.boolean("attention_k_eq_v", False)
-    n_kv_heads = config.integer("num_key_value_heads", 4)
-    if v_from_k:
-        n_kv_heads = config.integer("num_global_key_value_heads", n_kv_heads)
-    return _attention(config, norm, _GLOBAL, head_dim, n_kv_heads, v_from_k=v_from_k)
+def _override(layer: Section | None, base: tuple[int, int]) -> tuple[int, int]:
+    if layer is None:
+        return base
+    unknown = set(layer.values) - {"head_dim", "num_key_value_heads"}
+    if unknown:
+        raise UnsupportedModelError(f"{layer.where}: {min(unknown)} of a single layer is not supported")
+    return layer.integer("head_dim", base[0]), layer.integer("num_key_value_heads", base[1])
 
 
-def _attention(
-    config: Section,
-    norm: NormSpec,
-    layer_type: str,
-    head_dim: int,
-    n_kv_heads: int,
-    *,
-    window: int | None = None,
-    v_from_k: bool = False,
-) -> AttentionSpec:
+def _mixer(config: Section, norm: NormSpec, layer_type: str, sizes: tuple[int, int]) -> AttentionSpec:
+    """Scale 1; a norm on v; on global layers keys that serve as values where attention_k_eq_v says so."""
+    head_dim, n_kv_heads = sizes
     n_heads = config.integer("num_attention_heads", REQUIRED)
     check_heads(config, n_heads, n_kv_heads, head_dim)
     is_global = layer_type == _GLOBAL
-    has_settings = "rope_parameters" in config or "rope_scaling" in config
-    rope = read_rope(
-        config,
-        head_dim,
-        layer_type=layer_type,
-        default_theta=1e6 if is_global else 1e4,
-        default_partial=0.25 if is_global and not has_settings else 1.0,
-        default_kind=RopeKind.PROPORTIONAL if is_global and not has_settings else RopeKind.DEFAULT,
-    )
     bias = config.boolean("attention_bias", False)
     return AttentionSpec(
         n_heads,
         n_kv_heads,
         head_dim,
         scale=1.0,
-        rope=rope,
-        window=window,
+        rope=_rope(config, layer_type, head_dim),
+        window=None if is_global else config.integer("sliding_window", 512),
         qk_norm=norm,
         v_norm_eps=norm.eps,
-        v_from_k=v_from_k,
+        v_from_k=is_global and config.boolean("attention_k_eq_v", False),
         qkv_bias=bias,
         output_bias=bias,
+    )
+
+
+def _rope(config: Section, layer_type: str, head_dim: int) -> RopeSpec:
+    """Settings by layer type; where there are none, global layers are proportional with a quarter turning."""
+    has_settings = "rope_parameters" in config or "rope_scaling" in config
+    is_default_global = layer_type == _GLOBAL and not has_settings
+    return read_rope(
+        config,
+        head_dim,
+        layer_type=layer_type,
+        default_theta=1e6 if layer_type == _GLOBAL else 1e4,
+        default_partial=0.25 if is_default_global else 1.0,
+        default_kind=RopeKind.PROPORTIONAL if is_default_global else RopeKind.DEFAULT,
     )
 
 

@@ -16,6 +16,8 @@ def read_weight_format(config: Section) -> WeightFormat:
     """Raises UnsupportedModelError for a scheme that is not implemented."""
     section = config.section("quantization_config") or config.section("compression_config")
     if section is None:
+        if "quantization" in config:
+            raise _refusal(config, "MLX quantization")
         return WeightFormat()
     method = section.string("quant_method", REQUIRED)
     if method == "fp8":

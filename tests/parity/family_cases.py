@@ -236,6 +236,9 @@ def _gemma4() -> Iterator[tuple[str, dict[str, Any]]]:
         causal | text(layers=2, final_logit_softcapping=None, sliding_window=64, rope_parameters=None),
     )
     yield "wide", causal | text(layers=2, head_dim=256, global_head_dim=512, heads=2, kv_heads=2, hidden=168)
+    by_layer = text(layers=3, per_layer_config={"2": {"head_dim": 64, "num_key_value_heads": 4}})
+    del by_layer["global_head_dim"], by_layer["num_global_key_value_heads"]
+    yield "by-layer", causal | by_layer
     top = {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"}
     yield (
         "wrapper",

@@ -283,6 +283,22 @@ def test_gemma4_variants_are_refused_by_feature(settings: dict[str, Any], featur
         ModelConfig.from_hf(_gemma(**settings))
 
 
+def test_gemma4_sizes_layer_by_layer() -> None:
+    config = _gemma(
+        per_layer_config={"5": {"head_dim": 512, "num_key_value_heads": 4}, "6": {"head_dim": 128}}
+    )
+    for key in ("global_head_dim", "num_global_key_value_heads"):
+        del config[key]
+    mixers = [_attention(ModelConfig.from_hf(config), index) for index in range(7)]
+    assert [(mixer.head_dim, mixer.n_kv_heads) for mixer in mixers[4:]] == [(256, 16), (512, 4), (128, 16)]
+    for overrides, problem in (
+        ({"0": {"sliding_window": 3}}, "sliding_window"),
+        ({"7": {}}, "7 is no layer"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            ModelConfig.from_hf(_gemma(per_layer_config=overrides))
+
+
 def test_gemma4_that_does_not_deny_per_layer_embeddings_has_them() -> None:
     config = _gemma()
     del config["hidden_size_per_layer_input"]
@@ -329,6 +345,9 @@ def test_a_known_wrapper_around_an_unknown_text_model_is_refused() -> None:
         {"num_local_experts": 8},
         {"hidden_act": "gelu"},
         {"partial_rotary_factor": 0.5},
+        {"per_layer_config": {"1": {"head_dim": 32}}},
+        {"rope_interleaved": True},
+        {"is_causal": False},
     ],
 )
 def test_mathematics_of_other_models_is_refused(settings: dict[str, Any]) -> None:
@@ -424,6 +443,7 @@ def test_fp8_formats(quantization: dict[str, Any], expected: WeightFormat) -> No
     [
         ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
         ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
+        ({"quant_method": "mxfp4"}, "'mxfp4'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
         (_compressed(num_bits=4, type="int"), "'int' and 4 bits"),
         (_compressed(strategy="group"), "'group'"),
@@ -434,6 +454,11 @@ def test_other_quantizations_are_refused_by_name(quantization: dict[str, Any], n
     with pytest.raises(UnsupportedModelError, match=named) as caught:
         ModelConfig.from_hf(_config("LlamaForCausalLM", quantization_config=quantization))
     assert "supported are fp8" in str(caught.value)
+
+
+def test_mlx_quantization_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="MLX quantization is not supported"):
+        ModelConfig.from_hf(_config("LlamaForCausalLM", quantization={"group_size": 64, "bits": 4}))
 
 
 # ---- generation defaults
