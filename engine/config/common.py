@@ -150,9 +150,17 @@ def read_dense(
     return DenseSpec(intermediate, read_activation(config, activation_key, default_activation), bias)
 
 
+def read_n_experts(config: Section, *, minimum: int) -> int:
+    """`num_experts`, which newer files call `num_local_experts`."""
+    key = "num_experts" if "num_experts" in config else "num_local_experts"
+    if key not in config:
+        raise config.error("num_experts", "is missing")
+    return config.integer(key, REQUIRED, minimum=minimum, maximum=MAX_EXPERTS)
+
+
 def read_experts(config: Section) -> tuple[int, int, int]:
     """(experts, experts per token, intermediate size of one)."""
-    n_experts = config.integer("num_experts", REQUIRED, maximum=MAX_EXPERTS)
+    n_experts = read_n_experts(config, minimum=1)
     top_k = config.integer("num_experts_per_tok", REQUIRED, maximum=n_experts)
     return n_experts, top_k, config.integer("moe_intermediate_size", REQUIRED)
 

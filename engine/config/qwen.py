@@ -10,13 +10,14 @@ from engine.config.common import (
     read_experts,
     read_heads,
     read_layer_types,
+    read_n_experts,
     read_n_layers,
     read_norm,
     refuse_unknown_mathematics,
 )
 from engine.config.families import Family
 from engine.config.model import FeedForward, LayerSpec, ModelConfig, MoESpec
-from engine.config.reader import REQUIRED, Section
+from engine.config.reader import Section
 from engine.config.rope_reader import read_rope
 
 _DEFAULT_WINDOW = 4096
@@ -76,7 +77,7 @@ def _window(config: Section) -> int | None:
 
 def read_qwen3_moe(config: Section, architecture: str) -> ModelConfig:
     """Qwen3's attention; experts in every decoder_sparse_step-th layer but those of mlp_only_layers."""
-    refuse_unknown_mathematics(config)
+    refuse_unknown_mathematics(config, handled=("num_local_experts",))
     n_layers = read_n_layers(config)
     norm = read_norm(config)
     bias = config.boolean("attention_bias", False)
@@ -88,7 +89,7 @@ def read_qwen3_moe(config: Section, architecture: str) -> ModelConfig:
         qkv_bias=bias,
         output_bias=bias,
     )
-    n_experts = config.integer("num_experts", REQUIRED, minimum=0)
+    n_experts = read_n_experts(config, minimum=0)
     step = config.integer("decoder_sparse_step", 1)
     dense_only = config.integers("mlp_only_layers", ())
     layers = []

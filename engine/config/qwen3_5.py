@@ -39,7 +39,7 @@ def read_moe_hybrid(config: Section, architecture: str) -> ModelConfig:
 
 
 def _read(config: Section, family: str, architecture: str, feed_forward: FeedForward) -> ModelConfig:
-    refuse_unknown_mathematics(config)
+    refuse_unknown_mathematics(config, handled=("num_local_experts",))
     if not config.boolean("attn_output_gate", True):
         raise UnsupportedModelError(f"{config.where}: attn_output_gate = false is not supported")
     n_layers = read_n_layers(config)

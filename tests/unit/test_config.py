@@ -184,6 +184,15 @@ def test_pure_moe_needs_no_intermediate_size() -> None:
     assert expected_tensors(ModelConfig.from_hf(config))["layers.3.moe.experts.7.down.weight"] == (64, 32)
 
 
+def test_both_spellings_of_the_number_of_experts() -> None:
+    renamed = _moe(num_local_experts=8)
+    del renamed["num_experts"]
+    assert ModelConfig.from_hf(renamed) == ModelConfig.from_hf(_moe())
+    del renamed["num_local_experts"]
+    with pytest.raises(ConfigError, match="num_experts is missing"):
+        ModelConfig.from_hf(renamed)
+
+
 def test_hybrid_layers() -> None:
     text = _config(
         "",
