@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Coroutine
@@ -80,7 +79,6 @@ class FrontError(Exception):
 
 def front_main(settings: FrontSettings, pipe: Connection) -> None:
     """The process's entry point."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process decides
     options = settings.options
     configure_logs(options.log_format, options.log_level, process="front", front=settings.index)
     asyncio.run(_run(settings, pipe))

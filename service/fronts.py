@@ -127,9 +127,9 @@ class FrontGroup:
             return
         ours, theirs = multiprocessing.get_context("spawn").Pipe()
         settings = replace(self.settings, index=index, generation=generation)
-        # A terminal's Ctrl-C goes to every process of the group; only the main process acts on it. Blocked
-        # here, it stays blocked in the child, from its first instruction on.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        # A terminal's Ctrl-C and a service manager's SIGTERM go to every process of the group; only the main
+        # process acts on them. Blocked here, they stay blocked in the child from its first instruction on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             process = spawn_process(front_main, (settings, theirs), f"slipstream-front-{index}")
         finally:

@@ -200,5 +200,12 @@ def worker_options(options: ServeOptions, model: Path) -> WorkerOptions:
         engine=engine,
         workers=options.workers,
         scheduler=scheduler,
-        configure_logs=functools.partial(configure_logs, options.log_format, options.log_level),
+        configure_logs=functools.partial(_prepare_worker, options.log_format, options.log_level),
     )
+
+
+def _prepare_worker(log_format: str, log_level: str, **role: object) -> None:
+    """Runs in each worker. A service manager's SIGTERM goes to every process of the group; the worker has to
+    outlive it, or a drain would begin with loading the model anew."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    configure_logs(log_format, log_level, **role)

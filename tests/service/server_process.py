@@ -69,6 +69,7 @@ class ServerProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self.stderr_lines: list[str] = []
         for stream, take in (
@@ -103,7 +104,12 @@ class ServerProcess:
         return "".join(self.stderr_lines)
 
     def send(self, number: signal.Signals) -> None:
+        """To the main process alone."""
         self.process.send_signal(number)
+
+    def send_to_group(self, number: signal.Signals) -> None:
+        """To every process, as a terminal's Ctrl-C or a service manager does it."""
+        os.killpg(self.process.pid, number)
 
     def wait(self) -> int:
         """The exit code."""

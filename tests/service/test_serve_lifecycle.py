@@ -35,7 +35,7 @@ def test_a_drain_finishes_streams_refuses_new_ones_and_exits_with_0(tiny_checkpo
     with running_server(tiny_checkpoint, *SLOW) as server, inference(server) as stub:
         stream = stub.Generate(request(300), timeout=DEADLINE_S)
         tokens = list(next(stream).token_ids)
-        server.send(signal.SIGTERM)
+        server.send_to_group(signal.SIGTERM)
         with server.channel() as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True
@@ -55,6 +55,7 @@ def test_a_drain_finishes_streams_refuses_new_ones_and_exits_with_0(tiny_checkpo
         assert last.finish_reason == FinishReason.FINISH_REASON_LENGTH
         assert server.wait() == 0
         assert "draining: 1 stream left" in server.stderr
+        assert "died" not in server.stderr
         assert "Traceback" not in server.stderr
 
 
@@ -63,9 +64,9 @@ def test_a_second_signal_stops_at_once(tiny_checkpoint: Path) -> None:
         stream = stub.Generate(request(2000), timeout=DEADLINE_S)
         next(stream)
         processes = descendants(server.process.pid)
-        server.send(signal.SIGINT)
+        server.send_to_group(signal.SIGINT)
         wait_until(lambda: "draining" in server.stderr, "the drain begins")
-        server.send(signal.SIGINT)
+        server.send_to_group(signal.SIGINT)
         assert server.wait() == 130
         with pytest.raises(grpc.RpcError):
             list(stream)
