@@ -183,6 +183,8 @@ class Harness:
         plan = self.scheduler.plan()
         if plan is not None:
             self.plans.append(plan)
+            for start in plan.starts:
+                assert start.sampling.prompt_logprobs is None or not len(start.output), "asked for twice"
             self._handles.append(self.engine.execute(plan))
         self._check_starts(before)
         self.check()
