@@ -196,7 +196,7 @@ def _load(views: Sequence[WorkerView]) -> vllm.SchedulerLoad:
     waiting = sum(status.waiting for status in statuses)
     slots = sum(status.slots for status in statuses)
     pages = sum(status.pages for status in statuses)
-    used = pages - sum(status.pages_free for status in statuses)
+    used = pages - sum(status.pages_free + status.pages_cached for status in statuses)
     return vllm.SchedulerLoad(
         num_running_reqs=running,
         num_waiting_reqs=waiting,

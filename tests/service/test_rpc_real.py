@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import random
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2, vllm_engine_pb2_grpc
 
-from protos.slipstream.v1 import control_pb2, control_pb2_grpc
+from protos.slipstream.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from protos.slipstream.v1 import inference_pb2 as pb
 from protos.slipstream.v1.sampling_pb2 import SamplingParams
 from tests.service.server_process import ServerProcess, inference, running_server, wait_until
@@ -175,6 +177,61 @@ def test_the_gateways_protocol(server: ServerProcess) -> None:
         request.stream = False
         (message,) = gateway.Generate(request, timeout=TIMEOUT_S)
         assert list(message.complete.output_ids) == expected
+
+
+def test_hundreds_of_calls_that_end_in_every_way_leave_nothing_behind(server: ServerProcess) -> None:
+    """Each stream is checked against its own prompt and seed; then every slot and page is free again."""
+    dice = random.Random(3)
+
+    async def whole(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
+        request = short_request(max_tokens=20, seed=number, temperature=1.0)
+        request.tokens.ids.extend([number % 300, 5, 6])
+        first, second = await asyncio.gather(stub.Complete(request), stub.Complete(request))
+        assert first.completions[0].token_ids == second.completions[0].token_ids
+        assert len(first.completions[0].token_ids) == 20
+
+    async def leaves(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
+        call = stub.Generate(long_request(n=1 + number % 3))
+        for _ in range(number % 4):
+            await call.read()
+        call.cancel()
+
+    async def is_late(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
+        call = stub.Complete(long_request(), timeout=0.001 * (number % 50))
+        assert await call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+
+    async def is_aborted(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
+        call = stub.Generate(long_request(f"chaos-{number}"))
+        if number % 2:
+            await call.read()
+        await stub.Abort(pb.AbortRequest(request_id=f"chaos-{number}"))
+        with pytest.raises(grpc.aio.AioRpcError):
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        assert await call.code() == grpc.StatusCode.CANCELLED
+
+    async def is_refused(stub: inference_pb2_grpc.InferenceStub, number: int) -> None:
+        assert await stub.Complete(short_request(n=0)).code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    async def client(numbers: list[int]) -> None:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(server.target, options) as channel:
+            stub = inference_pb2_grpc.InferenceStub(channel)
+            for number in numbers:
+                ways = (whole, leaves, is_late, is_aborted, is_refused)
+                await asyncio.wait_for(dice.choice(ways)(stub, number), TIMEOUT_S)
+
+    async def all_clients() -> None:
+        await asyncio.gather(*(client(list(range(i, 360, 12))) for i in range(12)))
+
+    wait_idle(server)
+    before = server.status().workers[0]
+    asyncio.run(all_clients())
+    wait_idle(server)
+    after = server.status().workers[0]
+    assert after.pid == before.pid
+    assert after.pages_free + after.pages_cached == after.pages
+    assert after.paused == 0
 
 
 @pytest.fixture(scope="module")
