@@ -49,12 +49,12 @@ def run(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
 MAIN_PROCESS = """
 import asyncio, sys
 from tests.service.test_worker_processes import host_until_killed
-asyncio.run(host_until_killed(sys.argv[1], sys.argv[2]))
+asyncio.run(host_until_killed(*sys.argv[1:]))
 """
 
 
-async def host_until_killed(state: str, fifo: str) -> None:
-    """Brings a worker into a state, says so, and stays."""
+async def host_until_killed(state: str, fifo: str, answer: str) -> None:
+    """Brings a worker into a state, writes its pid and folder to a file descriptor, and stays."""
     setup = SETUP if state != "loading" else EngineSetup(hold_load=Path(fifo))
     host = Host(setup)
     host.supervisor.start()
@@ -68,7 +68,7 @@ async def host_until_killed(state: str, fifo: str) -> None:
             generation = await pool.submit(request("r", range(5), ENDLESS))
             await generation.next()
     (report,) = host.supervisor.reports()
-    print(report.pid, host.supervisor._folder, flush=True)
+    os.write(int(answer), f"{report.pid} {host.supervisor._folder}\n".encode())
     await asyncio.Event().wait()
 
 
@@ -76,14 +76,13 @@ async def host_until_killed(state: str, fifo: str) -> None:
 def test_a_worker_ends_with_the_main_process(state: str, tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
-    command = [sys.executable, "-c", MAIN_PROCESS, state, str(fifo)]
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as main:
-        assert main.stdout is not None
-        # Log lines may come first.
-        line = next(text for text in main.stdout if text.split()[0].isdigit())
-        worker_pid, folder = line.split(maxsplit=1)
+    reading, writing = os.pipe()
+    command = [sys.executable, "-c", MAIN_PROCESS, state, str(fifo), str(writing)]
+    quiet = subprocess.DEVNULL
+    main = subprocess.Popen(command, cwd=ROOT, stdout=quiet, stderr=quiet, pass_fds=[writing])
+    os.close(writing)
+    with main, open(reading) as answer:
+        worker_pid, folder = answer.readline().split(maxsplit=1)
         with ended(int(worker_pid)) as wait_for_end:
             assert Path(folder.strip()).stat().st_mode & 0o777 == 0o700
             main.kill()
