@@ -36,7 +36,7 @@ def configure_logs(log_format: str, level: str, **role: Any) -> None:
     console = structlog.dev.ConsoleRenderer(
         colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
     )
-    renderers: list[Processor] = [console]
+    renderers: list[Processor] = [console, _over_progress] if sys.stderr.isatty() else [console]
     if is_json:
         renderers = [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
     structlog.configure(
@@ -50,3 +50,8 @@ def configure_logs(log_format: str, level: str, **role: Any) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter)
     logging.basicConfig(handlers=[handler], level=max(severity, logging.WARNING), force=True)
+
+
+def _over_progress(_: WrappedLogger, __: str, line: EventDict) -> EventDict:
+    """Clears the terminal's line first: the main process may be drawing a progress bar there."""
+    return f"\r\x1b[2K{line}"  # type: ignore[return-value]
