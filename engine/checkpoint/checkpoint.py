@@ -42,8 +42,8 @@ class Checkpoint:
     def tensor(self, name: str) -> Tensor:
         """A weight by canonical name; "head.weight" of a tied model is the embedding.
 
-        Raises KeyError for a name that is not in expected_tensors(config), CheckpointError if the
-        file has shrunk meanwhile.
+        Raises KeyError for a name that is not in expected_tensors(config). Nothing is read before the
+        tensor's data is; the files must not be truncated while they are mapped.
         """
         if name == "head.weight" and self.config.tied_embeddings:
             name = "embedding.weight"

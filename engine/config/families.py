@@ -1,4 +1,10 @@
-"""The table of model families: who reads which configuration, and how its tensors are called."""
+"""What a model family is: who reads its configuration, and how its tensors are called.
+
+To add one: write a function from a Section to a ModelConfig in a mapping file (llama.py is the pattern),
+list it in that file's FAMILIES with the tensor names that differ from engine.checkpoint.naming, and, for
+a new file, add it to FAMILIES in hugging_face.py. A new kind of layer is a new mixer in model.py, with
+its tensors in tensors.py, and each engine's code for it.
+"""
 
 from __future__ import annotations
 
