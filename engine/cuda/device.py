@@ -71,7 +71,7 @@ class GpuSummary:
 
 
 def visible_gpus() -> list[GpuSummary]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves, MIG slices among them. Raises ModelError without a driver."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, or MIG slices. Raises ModelError without a driver."""
     _start_driver()
     return [_summary(index) for index in range(check(driver.cuDeviceGetCount(), "counting the GPUs"))]
 
@@ -229,8 +229,8 @@ class PinnedBuffer:
             flags |= int(driver.CU_MEMHOSTALLOC_WRITECOMBINED)
         self.size = size
         self.address = int(check(driver.cuMemHostAlloc(size, flags), f"pinning {size} B of host memory"))
-        self.bytes: NDArray[np.uint8] = np.frombuffer(
-            (ctypes.c_uint8 * size).from_address(self.address), np.uint8
+        self.bytes: NDArray[np.uint8] = np.ctypeslib.as_array(
+            (ctypes.c_uint8 * size).from_address(self.address)
         )
 
     def array(self, shape: tuple[int, ...], dtype: DTypeLike, offset: int = 0) -> NDArray[Any]:
@@ -281,7 +281,7 @@ class Device:
         return int(free)
 
     def stream(self, *, priority: int = 0) -> Stream:
-        """priority: 0 for the least urgent; each step below (−1, −2, …) is more so, as far as the GPU goes."""
+        """priority: 0 is the least urgent, −1, −2, … ever more so, as far as the GPU distinguishes."""
         least, greatest = check(driver.cuCtxGetStreamPriorityRange(), "asking for stream priorities")
         level = max(int(greatest), min(int(least), priority))
         flags = int(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)

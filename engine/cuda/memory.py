@@ -66,13 +66,13 @@ class Layout:
         if name in self.reservations:
             raise ValueError(f"the arena has two tensors named {name!r}")
         self.reservations[name] = Reservation(part, shape, dtype, self.bytes)
-        self.bytes += _aligned(self.reservations[name].bytes)
+        self.bytes += aligned(self.reservations[name].bytes)
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of each part, in the order first met; they sum to `bytes`."""
         parts: dict[str, int] = {}
         for reservation in self.reservations.values():
-            parts[reservation.part] = parts.get(reservation.part, 0) + _aligned(reservation.bytes)
+            parts[reservation.part] = parts.get(reservation.part, 0) + aligned(reservation.bytes)
         return parts
 
 
@@ -200,7 +200,8 @@ def _does_not_fit(
     )
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
+    """The next multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
