@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from worker.scheduling.lazy_heap import LazyHeap
 
-ITEMS = st.integers(0, 5)
+ITEMS = st.integers(0, 3)
 STEPS = st.lists(
     st.tuples(st.sampled_from(["push", "discard", "pop"]), ITEMS, st.integers(0, 9)), max_size=60
 )
@@ -48,6 +48,17 @@ def test_equal_keys_come_in_the_order_of_their_insertion() -> None:
         order.append(entry[1])
         heap.discard(entry[1])
     assert order == ["c", "a", "b"]
+
+
+def test_an_item_that_comes_back_comes_with_its_new_key() -> None:
+    heap: LazyHeap[str] = LazyHeap()
+    heap.push(1, "first")
+    heap.push(2, "again")
+    heap.discard("again")
+    heap.push(9, "again")
+    heap.push(5, "other")
+    heap.discard("first")
+    assert heap.first() == (5, "other")
 
 
 def test_an_item_is_in_once() -> None:
