@@ -16,21 +16,10 @@ from engine.config import (
     NormSpec,
     RopeKind,
     WeightFormat,
-    WeightScheme,
     expected_tensors,
 )
 from engine.errors import ConfigError, UnsupportedModelError
-
-
-def _config(architecture: str, **settings: Any) -> dict[str, Any]:
-    return {
-        "architectures": [architecture],
-        "vocab_size": 1000,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-    } | settings
+from tests.unit.config_tools import gemma4_config, hf_config, moe_config
 
 
 def _attention(config: ModelConfig, layer: int = 0) -> AttentionSpec:
@@ -43,7 +32,7 @@ def _attention(config: ModelConfig, layer: int = 0) -> AttentionSpec:
 
 
 def test_defaults_of_a_bare_llama() -> None:
-    config = ModelConfig.from_hf(_config("LlamaForCausalLM"))
+    config = ModelConfig.from_hf(hf_config("LlamaForCausalLM"))
     attention = _attention(config)
     assert (attention.n_heads, attention.n_kv_heads, attention.head_dim) == (4, 4, 16)
     assert attention.scale == 0.25
@@ -60,7 +49,7 @@ def test_defaults_of_a_bare_llama() -> None:
 
 def test_null_counts_as_absent() -> None:
     config = ModelConfig.from_hf(
-        _config(
+        hf_config(
             "LlamaForCausalLM", head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None
         )
     )
@@ -69,7 +58,7 @@ def test_null_counts_as_absent() -> None:
 
 
 def test_heads_need_not_fill_the_hidden_size() -> None:
-    text = _config(
+    text = hf_config(
         "",
         model_type="mistral",
         hidden_size=5120,
@@ -89,38 +78,40 @@ def test_heads_need_not_fill_the_hidden_size() -> None:
 
 
 def test_mistral_window_is_4096_only_where_nothing_is_said() -> None:
-    assert _attention(ModelConfig.from_hf(_config("MistralForCausalLM"))).window == 4096
-    assert _attention(ModelConfig.from_hf(_config("MistralForCausalLM", sliding_window=None))).window is None
-    assert _attention(ModelConfig.from_hf(_config("MistralForCausalLM", sliding_window=7))).window == 7
+    assert _attention(ModelConfig.from_hf(hf_config("MistralForCausalLM"))).window == 4096
+    assert (
+        _attention(ModelConfig.from_hf(hf_config("MistralForCausalLM", sliding_window=None))).window is None
+    )
+    assert _attention(ModelConfig.from_hf(hf_config("MistralForCausalLM", sliding_window=7))).window == 7
 
 
 def test_qwen2_window_counts_from_a_layer_on_and_only_if_used() -> None:
-    unused = ModelConfig.from_hf(_config("Qwen2ForCausalLM", sliding_window=32, max_window_layers=2))
+    unused = ModelConfig.from_hf(hf_config("Qwen2ForCausalLM", sliding_window=32, max_window_layers=2))
     assert [_attention(unused, i).window for i in range(4)] == [None] * 4
-    used = _config("Qwen2ForCausalLM", sliding_window=32, max_window_layers=2, use_sliding_window=True)
+    used = hf_config("Qwen2ForCausalLM", sliding_window=32, max_window_layers=2, use_sliding_window=True)
     assert [_attention(ModelConfig.from_hf(used), i).window for i in range(4)] == [None, None, 32, 32]
     typed = used | {"layer_types": ["sliding_attention", "full_attention"] * 2}
     assert [_attention(ModelConfig.from_hf(typed), i).window for i in range(4)] == [32, None, 32, None]
 
 
 def test_biases_and_norms_by_family() -> None:
-    qwen2 = _attention(ModelConfig.from_hf(_config("Qwen2ForCausalLM")))
+    qwen2 = _attention(ModelConfig.from_hf(hf_config("Qwen2ForCausalLM")))
     assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.qk_norm) == (True, False, None)
-    qwen3 = _attention(ModelConfig.from_hf(_config("Qwen3ForCausalLM", rms_norm_eps=1e-5)))
+    qwen3 = _attention(ModelConfig.from_hf(hf_config("Qwen3ForCausalLM", rms_norm_eps=1e-5)))
     assert (qwen3.qkv_bias, qwen3.output_bias, qwen3.qk_norm) == (False, False, NormSpec(1e-5))
-    llama = _attention(ModelConfig.from_hf(_config("LlamaForCausalLM", attention_bias=True)))
+    llama = _attention(ModelConfig.from_hf(hf_config("LlamaForCausalLM", attention_bias=True)))
     assert (llama.qkv_bias, llama.output_bias) == (True, True)
 
 
 def test_smollm3_leaves_rope_out_of_every_fourth_layer() -> None:
-    config = ModelConfig.from_hf(_config("SmolLM3ForCausalLM", num_hidden_layers=8))
+    config = ModelConfig.from_hf(hf_config("SmolLM3ForCausalLM", num_hidden_layers=8))
     assert [_attention(config, i).rope is None for i in range(8)] == [False, False, False, True] * 2
     assert config.tied_embeddings
 
 
 def test_old_flat_qwen_vl() -> None:
     config = ModelConfig.from_hf(
-        _config(
+        hf_config(
             "Qwen2_5_VLForConditionalGeneration",
             model_type="qwen2_5_vl",
             vision_config={"depth": 32},
@@ -134,7 +125,7 @@ def test_old_flat_qwen_vl() -> None:
 
 def _ministral(**rope: Any) -> dict[str, Any]:
     yarn = {"type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384}
-    return _config(
+    return hf_config(
         "Ministral3ForCausalLM",
         model_type="ministral3",
         max_position_embeddings=262144,
@@ -159,42 +150,37 @@ def test_growing_queries_are_refused_elsewhere() -> None:
 # ---- mixtures
 
 
-def _moe(**settings: Any) -> dict[str, Any]:
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    return _config("Qwen3MoeForCausalLM", **(experts | settings))
-
-
 def test_moe_layers_by_step_and_exceptions() -> None:
-    config = ModelConfig.from_hf(_moe(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]))
+    config = ModelConfig.from_hf(moe_config(num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3]))
     kinds = [layer.feed_forward.kind for layer in config.layers]
     assert kinds == ["dense", "moe", "dense", "dense", "dense", "moe"]
 
 
 def test_moe_renormalises_by_default() -> None:
-    layer = ModelConfig.from_hf(_moe()).layers[0].feed_forward
+    layer = ModelConfig.from_hf(moe_config()).layers[0].feed_forward
     assert layer == MoESpec(8, 2, 32, normalise_top_k=True)
-    layer = ModelConfig.from_hf(_moe(norm_topk_prob=False)).layers[0].feed_forward
+    layer = ModelConfig.from_hf(moe_config(norm_topk_prob=False)).layers[0].feed_forward
     assert isinstance(layer, MoESpec)
     assert not layer.normalise_top_k
 
 
 def test_pure_moe_needs_no_intermediate_size() -> None:
-    config = _moe()
+    config = moe_config()
     del config["intermediate_size"]
     assert expected_tensors(ModelConfig.from_hf(config))["layers.3.moe.experts.7.down.weight"] == (64, 32)
 
 
 def test_both_spellings_of_the_number_of_experts() -> None:
-    renamed = _moe(num_local_experts=8)
+    renamed = moe_config(num_local_experts=8)
     del renamed["num_experts"]
-    assert ModelConfig.from_hf(renamed) == ModelConfig.from_hf(_moe())
+    assert ModelConfig.from_hf(renamed) == ModelConfig.from_hf(moe_config())
     del renamed["num_local_experts"]
     with pytest.raises(ConfigError, match="num_experts is missing"):
         ModelConfig.from_hf(renamed)
 
 
 def test_hybrid_layers() -> None:
-    text = _config(
+    text = hf_config(
         "",
         model_type="qwen3_5_moe_text",
         head_dim=32,
@@ -235,27 +221,8 @@ def test_hybrid_layers() -> None:
 # ---- Gemma 4
 
 
-def _gemma(**settings: Any) -> dict[str, Any]:
-    config = _config(
-        "Gemma4ForCausalLM",
-        num_hidden_layers=7,
-        hidden_size=5376,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        num_global_key_value_heads=4,
-        head_dim=256,
-        global_head_dim=512,
-        sliding_window=1024,
-        attention_k_eq_v=True,
-        hidden_size_per_layer_input=0,
-        final_logit_softcapping=30.0,
-        hidden_activation="gelu_pytorch_tanh",
-    )
-    return config | settings
-
-
 def test_gemma4_dense() -> None:
-    config = ModelConfig.from_hf(_gemma())
+    config = ModelConfig.from_hf(gemma4_config())
     sliding, last = _attention(config, 0), _attention(config, 5)
     assert [_attention(config, i).window for i in range(7)] == [1024] * 5 + [None, None]
     assert (sliding.head_dim, sliding.n_kv_heads, last.head_dim, last.n_kv_heads) == (256, 16, 512, 4)
@@ -289,11 +256,11 @@ def test_gemma4_dense() -> None:
 )
 def test_gemma4_variants_are_refused_by_feature(settings: dict[str, Any], feature: str) -> None:
     with pytest.raises(UnsupportedModelError, match=feature):
-        ModelConfig.from_hf(_gemma(**settings))
+        ModelConfig.from_hf(gemma4_config(**settings))
 
 
 def test_gemma4_sizes_layer_by_layer() -> None:
-    config = _gemma(
+    config = gemma4_config(
         per_layer_config={"5": {"head_dim": 512, "num_key_value_heads": 4}, "6": {"head_dim": 128}}
     )
     for key in ("global_head_dim", "num_global_key_value_heads"):
@@ -305,204 +272,11 @@ def test_gemma4_sizes_layer_by_layer() -> None:
         ({"7": {}}, "7 is no layer"),
     ):
         with pytest.raises(ConfigError, match=problem):
-            ModelConfig.from_hf(_gemma(per_layer_config=overrides))
+            ModelConfig.from_hf(gemma4_config(per_layer_config=overrides))
 
 
 def test_gemma4_that_does_not_deny_per_layer_embeddings_has_them() -> None:
-    config = _gemma()
+    config = gemma4_config()
     del config["hidden_size_per_layer_input"]
     with pytest.raises(UnsupportedModelError, match="per-layer embeddings"):
         ModelConfig.from_hf(config)
-
-
-# ---- refusals
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        "Gemma3ForCausalLM",
-        "DeepseekV3ForCausalLM",
-        "Qwen3NextForCausalLM",
-        "MixtralForCausalLM",
-        "LlamaForRanking",
-    ],
-)
-def test_other_architectures_are_refused_by_name(architecture: str) -> None:
-    with pytest.raises(UnsupportedModelError) as caught:
-        ModelConfig.from_hf(_config(architecture))
-    message = str(caught.value)
-    assert repr(architecture) in message
-    assert "Qwen3MoeForCausalLM" in message
-    assert "LlamaForCausalLM" in message
-
-
-def test_a_known_wrapper_around_an_unknown_text_model_is_refused() -> None:
-    text = _config("", model_type="mistral4")
-    with pytest.raises(UnsupportedModelError, match="around a 'mistral4' text model"):
-        ModelConfig.from_hf({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"clip_qkv": 8.0},
-        {"residual_multiplier": 0.22},
-        {"attn_logit_softcapping": 50.0},
-        {"final_logit_softcapping": 30.0},
-        {"alibi": True},
-        {"num_local_experts": 8},
-        {"hidden_act": "gelu"},
-        {"partial_rotary_factor": 0.5},
-        {"per_layer_config": {"1": {"head_dim": 32}}},
-        {"rope_interleaved": True},
-        {"is_causal": False},
-    ],
-)
-def test_mathematics_of_other_models_is_refused(settings: dict[str, Any]) -> None:
-    key = next(iter(settings))
-    with pytest.raises(UnsupportedModelError, match=key):
-        ModelConfig.from_hf(_config("LlamaForCausalLM", **settings))
-
-
-def test_harmless_unknown_keys_are_ignored() -> None:
-    config = _config(
-        "LlamaForCausalLM", transformers_version="4.9", pretraining_tp=1, use_cache=True, alibi=False
-    )
-    assert ModelConfig.from_hf(config) == ModelConfig.from_hf(_config("LlamaForCausalLM"))
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"hidden_size": "64"}, "hidden_size must be an integer"),
-        ({"hidden_size": True}, "hidden_size must be an integer"),
-        ({"hidden_size": -64}, "hidden_size must lie between"),
-        ({"hidden_size": 10**30}, "hidden_size must lie between"),
-        ({"num_hidden_layers": 10**6}, "num_hidden_layers must lie between"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must lie between"),
-        ({"num_attention_heads": 5}, "num_attention_heads"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-        ({"head_dim": 15}, "head_dim must be even"),
-        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number"),
-        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
-        ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
-        ({"eos_token_id": [2, -1]}, "eos_token_id"),
-        ({"rope_scaling": [1]}, "rope_scaling must be an object"),
-        ({"quantization_config": 4}, "quantization_config must be an object"),
-    ],
-)
-def test_malformed_keys_are_named(settings: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        ModelConfig.from_hf(_config("LlamaForCausalLM", **settings))
-
-
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"num_experts": 10**7}, "num_experts must lie between"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok must lie between"),
-        ({"layer_types": ["full_attention"]}, None),
-    ],
-)
-def test_malformed_mixtures(settings: dict[str, Any], problem: str | None) -> None:
-    if problem is None:
-        assert ModelConfig.from_hf(_moe(**settings)).n_layers == 4
-        return
-    with pytest.raises(ConfigError, match=problem):
-        ModelConfig.from_hf(_moe(**settings))
-
-
-# ---- quantised weights
-
-
-def _compressed(**weights: Any) -> dict[str, Any]:
-    described = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True} | weights
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"weights": described, "targets": ["Linear"]}},
-    }
-
-
-@pytest.mark.parametrize(
-    ("quantization", "expected"),
-    [
-        ({"quant_method": "fp8"}, WeightFormat(WeightScheme.FP8_TENSOR)),
-        (
-            {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
-            WeightFormat(WeightScheme.FP8_BLOCK, (128, 128)),
-        ),
-        (_compressed(), WeightFormat(WeightScheme.FP8_ROW)),
-        (_compressed(strategy="tensor"), WeightFormat(WeightScheme.FP8_TENSOR)),
-        (
-            _compressed(strategy="block", block_structure=[64, 128]),
-            WeightFormat(WeightScheme.FP8_BLOCK, (64, 128)),
-        ),
-    ],
-)
-def test_fp8_formats(quantization: dict[str, Any], expected: WeightFormat) -> None:
-    config = ModelConfig.from_hf(_config("Qwen3ForCausalLM", quantization_config=quantization))
-    assert config.weight_format == expected
-
-
-@pytest.mark.parametrize(
-    ("quantization", "named"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "'gptq'"),
-        ({"quant_method": "bitsandbytes"}, "'bitsandbytes'"),
-        ({"quant_method": "mxfp4"}, "'mxfp4'"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "'e5m2'"),
-        (_compressed(num_bits=4, type="int"), "'int' and 4 bits"),
-        (_compressed(strategy="group"), "'group'"),
-        (_compressed() | {"format": "pack-quantized"}, "'pack-quantized'"),
-    ],
-)
-def test_other_quantizations_are_refused_by_name(quantization: dict[str, Any], named: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=named) as caught:
-        ModelConfig.from_hf(_config("LlamaForCausalLM", quantization_config=quantization))
-    assert "supported are fp8" in str(caught.value)
-
-
-def test_mlx_quantization_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="MLX quantization is not supported"):
-        ModelConfig.from_hf(_config("LlamaForCausalLM", quantization={"group_size": 64, "bits": 4}))
-
-
-# ---- generation defaults
-
-
-def test_generation_config_wins_over_config() -> None:
-    config = ModelConfig.from_hf(
-        _config("Qwen3ForCausalLM", eos_token_id=5, bos_token_id=4),
-        {
-            "eos_token_id": [7, 8],
-            "temperature": 0.6,
-            "top_p": 0.95,
-            "top_k": 20,
-            "do_sample": True,
-            "min_p": 0.0,
-        },
-    )
-    defaults = config.generation
-    assert defaults.eos_token_ids == (7, 8)
-    assert defaults.bos_token_id == 4
-    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p) == (0.6, 0.95, 20, 0.0)
-    assert defaults.repetition_penalty is None
-
-
-def test_do_sample_false_means_greedy() -> None:
-    config = ModelConfig.from_hf(_config("Qwen3ForCausalLM"), {"do_sample": False, "temperature": 0.6})
-    assert config.generation.temperature == 0.0
-
-
-def test_token_id_zero_is_a_token() -> None:
-    config = ModelConfig.from_hf(_config("LlamaForCausalLM", eos_token_id=0, pad_token_id=0))
-    assert config.generation.eos_token_ids == (0,)
-    assert config.generation.pad_token_id == 0
-
-
-def test_malformed_generation_config_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"generation_config.json: top_p must lie between"):
-        ModelConfig.from_hf(_config("LlamaForCausalLM"), {"top_p": 3})
