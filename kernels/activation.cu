@@ -24,8 +24,8 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 template <bool kGelu>
 __global__ void __launch_bounds__(256) gated_activation(const bf16* __restrict__ gate_up, bf16* __restrict__ out,
                                                         int32 inter) {
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;
     if (column >= inter) return;
     const int64 row = blockIdx.y;

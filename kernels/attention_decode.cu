@@ -3,10 +3,11 @@
 // Bound by memory: every key and value of the context is read once. So the query heads that share a kv
 // head form one 16-row mma tile; each warp streams its own key tiles through a ring of cp.async stages that
 // runs on across work items, so the pipe never drains; and the grid, fixed for graphs, strides over a list of
-// splits that follows the live contexts.
+// splits that follows the live contexts. What the next item needs (its place, its queries) is fetched while
+// this one is computed: waiting for it, and for a fence and an atomic at each item's end, cost 11 µs an item.
 //
 // How a sequence is split depends on its own length alone, so its result does not change with the batch.
-// The block that finishes a row's last split merges all of them in order: no float atomics.
+// Rows of more than one split are merged by a launch of their own, in the order of the splits.
 #include "attention.cuh"
 #include "reduce.cuh"
 
@@ -29,24 +30,26 @@ struct alignas(16) Split {
     int32 unused;
 };
 
-struct Plan {
-    int32 n_splits;
-    int32 unused[7];
-    Split splits[1];
+// A row's splits in the list.
+struct RowSplits {
+    int32 first;
+    int32 count;
 };
 
 }  // namespace
 
 // Lists the splits of all rows. row_slot: int32 [rows], −1 for padding; a row without an active slot gets one
-// empty split, which makes its output zeros. window: keys a row sees, 0 for all. plan: int32
-// [8 + 8·rows·max_splits]. One block of at least `rows` threads, a multiple of 32.
+// empty split, which makes its output zeros. window: keys a row sees, 0 for all. splits: Split
+// [rows·max_splits]; row_splits: RowSplits [rows]; n_splits: int32 [1]. One block of at least `rows` threads, a
+// multiple of 32.
 __global__ void __launch_bounds__(1024)
     plan_decode(const int32* __restrict__ row_slot, const int32* __restrict__ slot_position,
-                const int32* __restrict__ slot_active, Plan* __restrict__ plan, int32 rows, int32 window,
+                const int32* __restrict__ slot_active, Split* __restrict__ splits,
+                RowSplits* __restrict__ row_splits, int32* __restrict__ n_splits, int32 rows, int32 window,
                 int32 min_pages, int32 max_splits) {
     __shared__ int32 warp_totals[32];
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const int row = threadIdx.x;
     const int32 slot = row < rows ? row_slot[row] : -1;
     const int32 context = slot >= 0 && slot_active[slot] ? slot_position[slot] + 1 : 0;
@@ -65,11 +68,12 @@ __global__ void __launch_bounds__(1024)
     if (threadIdx.x % 32 == 31) warp_totals[threadIdx.x / 32] = before;
     __syncthreads();
     for (int warp = 0; warp < threadIdx.x / 32; ++warp) before += warp_totals[warp];
-    if (threadIdx.x == blockDim.x - 1) plan->n_splits = before;
+    if (threadIdx.x == blockDim.x - 1) *n_splits = before;
+    if (row < rows) row_splits[row] = RowSplits{before - count, count};
     for (int i = 0; i < count; ++i) {
         const int32 begin = (first_page + i * each) * kPageSize;
         const int32 end = min(begin + each * kPageSize, context);
-        plan->splits[before - count + i] = Split{row, slot, begin, end, window_begin, i, count, 0};
+        splits[before - count + i] = Split{row, slot, begin, end, window_begin, i, count, 0};
     }
 }
 
@@ -78,43 +82,54 @@ namespace {
 // The key tiles of one warp over all items of its block, in order: what to load next.
 template <int kHeadDim, int kKeys, int kWarps>
 struct TileStream {
-    const Plan* plan;
+    const Split* splits;
     const int32* block_table;
     int32 table_width;
     int32 n_kv_heads;
     int32 n_items;
     int32 item;
-    int32 kv_head;
-    int32 slot;
     int32 key;      // of the tile's first row; in range while item < n_items
     int32 key_end;
+    int32 slot;
     int32 page;
-
-    __device__ __forceinline__ void open(int warp) {  // finds the first item from `item` on that has a tile for us
-        while (item < n_items) {
-            const Split& split = plan->splits[item / n_kv_heads];
-            key = split.key_begin + warp * kKeys;
-            key_end = split.key_end;
-            slot = split.slot;
-            kv_head = item % n_kv_heads;
-            if (key < key_end) {
-                fetch_page();
-                return;
-            }
-            item += gridDim.x;
-        }
-    }
+    int32 next_slot;  // of the block's next item, fetched while this one streams
+    int32 next_begin;
+    int32 next_end;
 
     __device__ __forceinline__ void fetch_page() { page = block_table[int64(slot) * table_width + key / kPageSize]; }
 
+    __device__ __forceinline__ void fetch_next() {
+        if (item + int32(gridDim.x) >= n_items) return;
+        const Split& split = splits[(item + gridDim.x) / n_kv_heads];
+        next_slot = split.slot;
+        next_begin = split.key_begin;
+        next_end = split.key_end;
+    }
+
+    __device__ __forceinline__ void start(int warp) {  // at item blockIdx.x
+        item = int32(blockIdx.x) - int32(gridDim.x);
+        fetch_next();
+        move_on(warp);
+    }
+
+    __device__ __forceinline__ void move_on(int warp) {  // to the next item that has a tile for this warp
+        do {
+            item += gridDim.x;
+            slot = next_slot;
+            key = next_begin + warp * kKeys;
+            key_end = next_end;
+            fetch_next();
+        } while (item < n_items && key >= key_end);
+        if (item < n_items) fetch_page();
+    }
+
     __device__ __forceinline__ void advance(int warp) {
+        if (item >= n_items) return;
         key += kWarps * kKeys;
-        if (key < key_end) {
+        if (key < key_end)
             fetch_page();
-            return;
-        }
-        item += gridDim.x;
-        open(warp);
+        else
+            move_on(warp);
     }
 
     // Starts the copy of the current tile's keys and values. Values past the context become 0: whatever the
@@ -122,7 +137,7 @@ struct TileStream {
     __device__ __forceinline__ void load(const bf16* k_pages, const bf16* v_pages, uint32 stage, int lane) const {
         if (item >= n_items) return;
         using Layout = TileLayout<kHeadDim>;
-        const int64 base = ((int64(page) * n_kv_heads + kv_head) * kPageSize + key % kPageSize) * kHeadDim;
+        const int64 base = ((int64(page) * n_kv_heads + item % n_kv_heads) * kPageSize + key % kPageSize) * kHeadDim;
 #pragma unroll
         for (int i = 0; i < kKeys * Layout::kChunks / 32; ++i) {
             const int chunk = i * 32 + lane;
@@ -152,37 +167,48 @@ struct Accumulator {
     }
 };
 
-// Query heads of one row and kv head as A operands; heads past the group are zeros.
-template <int kHeadDim>
-__device__ __forceinline__ void load_query(uint32 (&out)[kHeadDim / 16][4], const bf16* heads, int group, int lane) {
-    const int row = lane / 4;
+// The queries of an item on their way from global to shared memory: [kGroupMax][kHeadDim], swizzled.
+template <int kHeadDim, int kThreads>
+struct QueryFetch {
+    static constexpr int kEach = kGroupMax * TileLayout<kHeadDim>::kChunks / kThreads;
+    uint4 parts[kEach];
+
+    __device__ __forceinline__ void start(const bf16* heads, int group) {
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-        const int column = step * 16 + (lane % 4) * 2;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const int r = row + (j & 1) * 8;
-            const bf16* source = heads + r * kHeadDim + column + (j / 2) * 8;
-            out[step][j] = r < group ? *reinterpret_cast<const uint32*>(source) : 0u;
+        for (int i = 0; i < kEach; ++i) {
+            const int chunk = i * kThreads + threadIdx.x;
+            if (chunk < group * TileLayout<kHeadDim>::kChunks)
+                parts[i] = reinterpret_cast<const uint4*>(heads)[chunk];
         }
     }
-}
+
+    __device__ __forceinline__ void finish(unsigned char* target, int group) const {
+        using Layout = TileLayout<kHeadDim>;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+            const int chunk = i * kThreads + threadIdx.x;
+            if (chunk < group * Layout::kChunks)
+                *reinterpret_cast<uint4*>(target + Layout::offset(chunk / Layout::kChunks, chunk % Layout::kChunks)) = parts[i];
+        }
+    }
+};
 
 // Adds the keys key0 … of one stage that lie in key_begin … key_end − 1.
 template <int kHeadDim, int kKeys, bool kSoftcap>
-__device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, const uint32 (&query)[kHeadDim / 16][4],
-                                            uint32 stage, int key0, int key_begin, int key_end, float scale,
+__device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 lane_queries, uint32 stage, int key0, int key_begin, int key_end, float scale,
                                             float softcap, int lane) {
     float scores[kKeys / 8][4] = {};
     const uint32 lane_keys = stage + lane_offset_keys<kHeadDim>(lane);
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
+        uint32 heads[4];
+        load_matrix_x4(heads, step_address<kHeadDim>(lane_queries, 0, step));
 #pragma unroll
         for (int n = 0; n < kKeys / 16; ++n) {
             uint32 keys[4];
             load_matrix_x4(keys, step_address<kHeadDim>(lane_keys, n * 16, step));
-            mma_bf16(scores[2 * n], query[step], keys[0], keys[1]);
-            mma_bf16(scores[2 * n + 1], query[step], keys[2], keys[3]);
+            mma_bf16(scores[2 * n], heads, keys[0], keys[1]);
+            mma_bf16(scores[2 * n + 1], heads, keys[2], keys[3]);
         }
     }
     const bool whole = key0 >= key_begin && key0 + kKeys <= key_end;
@@ -236,14 +262,15 @@ struct Merge {
 
 // Weighted sum of `count` partial results, read in order: values(i) are four columns, totals(i) their row's
 // maximum and sum. Returns the merged maximum and sum; `merged` is not yet divided by the sum.
-template <typename Values, typename Totals>
+template <int kUnroll, typename Values, typename Totals>
 __device__ __forceinline__ float2 merge_parts(float4& merged, int count, Values values, Totals totals) {
     float maximum = -INFINITY;
+#pragma unroll kUnroll
     for (int i = 0; i < count; ++i) maximum = fmaxf(maximum, totals(i).x);
     const float base = maximum == -INFINITY ? 0.0f : maximum;
     float sum = 0.0f;
     merged = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
+#pragma unroll kUnroll
     for (int i = 0; i < count; ++i) {
         const float2 part = totals(i);
         const float4 value = values(i);
@@ -266,68 +293,97 @@ __device__ __forceinline__ void store_quotient(bf16* target, float4 value, float
 }  // namespace
 
 // query, out: bf16 [rows, n_heads, kHeadDim]; k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim];
-// block_table: int32 [slots, table_width]. partial_out: float32 [splits, n_heads, kHeadDim]; partial_totals:
-// float2 [splits, n_heads]; arrivals: int32 [rows, n_kv_heads], zero before the first launch and after each.
-// Grid: any number of blocks. Dynamic shared memory: kWarps·kStages stages, then the merge's rows.
+// block_table: int32 [slots, table_width]; splits, n_splits: from plan_decode. partial_out: float32
+// [splits, n_heads, kHeadDim]; partial_totals: float2 [splits, n_heads]. Rows of one split go to `out`, others to
+// the partial results. The launch right before must be the one that wrote the newest keys and queries, and must not
+// be plan_decode: the plan and older keys are read while it still runs. Grid: any number of blocks. Dynamic shared memory: kWarps·kStages stages, two tiles of
+// queries, the merge's rows.
 template <int kHeadDim, int kKeys, int kWarps, int kStages, bool kSoftcap>
 __global__ void __launch_bounds__(kWarps * 32, 1)
     attention_decode(const bf16* __restrict__ query, const bf16* __restrict__ k_pages, const bf16* __restrict__ v_pages,
-                     const int32* __restrict__ block_table, const Plan* __restrict__ plan, float* __restrict__ partial_out,
-                     float2* __restrict__ partial_totals, int32* __restrict__ arrivals, bf16* __restrict__ out,
-                     int32 n_heads, int32 n_kv_heads, int32 table_width, float scale, float softcap) {
+                     const int32* __restrict__ block_table, const Split* __restrict__ splits,
+                     const int32* __restrict__ n_splits, float* __restrict__ partial_out,
+                     float2* __restrict__ partial_totals, bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads,
+                     int32 table_width, float scale, float softcap) {
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
     __shared__ float2 warp_totals[kWarps * kGroupMax];
-    __shared__ int32 is_last;
     constexpr int kStageBytes = 2 * kKeys * kHeadDim * 2;
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const int group = n_heads / n_kv_heads;
+    const int query_rows = group <= 8 ? 8 : kGroupMax;  // with 8, the tile's other half repeats the first
+    const int query_bytes = query_rows * kHeadDim * 2;
     const uint32 ring = shared_address(shared) + warp * kStages * kStageBytes;
-    const Merge<kHeadDim, kWarps> merge{reinterpret_cast<float*>(shared + kWarps * kStages * kStageBytes), warp_totals,
-                                        group};
-    allow_next_kernel();
-    wait_for_previous_kernels();
+    unsigned char* queries = shared + kWarps * kStages * kStageBytes;
+    const Merge<kHeadDim, kWarps> merge{reinterpret_cast<float*>(queries + 2 * query_bytes), warp_totals, group};
+    for (int i = threadIdx.x; i < 2 * query_bytes / 16; i += kWarps * 32)  // heads past the group stay zeros
+        reinterpret_cast<uint4*>(queries)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
 
-    const int32 n_items = plan->n_splits * n_kv_heads;
-    TileStream<kHeadDim, kKeys, kWarps> stream{plan, block_table, table_width, n_kv_heads, n_items, int32(blockIdx.x)};
-    stream.open(warp);
+    // The plan and all keys but the newest were written before the kernel right before this one.
+    const int32 n_items = *n_splits * n_kv_heads;
+    if (int32(blockIdx.x) >= n_items) return;
+    Split split = splits[blockIdx.x / n_kv_heads];
+    TileStream<kHeadDim, kKeys, kWarps> stream{splits, block_table, table_width, n_kv_heads, n_items};
+    stream.start(warp);
+    bool waited = false;
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
+        const bool holds_newest = stream.item != int32(blockIdx.x) ||
+                                  (split.index + 1 == split.count && stream.key + kKeys >= split.key_end);
+        if (holds_newest && !waited) {
+            wait_for_previous_kernels();
+            waited = true;
+        }
         stream.load(k_pages, v_pages, ring + i * kStageBytes, lane);
         copy_async_commit();
         stream.advance(warp);
     }
+    if (!waited) wait_for_previous_kernels();
+    allow_next_kernel();
+    const auto heads_of = [&](const Split& split, int item) {
+        return (int64(split.row) * n_heads + item % n_kv_heads * group) * kHeadDim;
+    };
+    QueryFetch<kHeadDim, kWarps * 32> fetch;
+    fetch.start(query + heads_of(split, blockIdx.x), group);
+    fetch.finish(queries, group);
+    __syncthreads();
+    int parity = 0;
     int read_stage = 0;
     int write_stage = kStages - 1;
     for (int32 item = blockIdx.x; item < n_items; item += gridDim.x) {
-        const Split split = plan->splits[item / n_kv_heads];
-        const int kv_head = item % n_kv_heads;
-        const int64 first_head = int64(split.row) * n_heads + kv_head * group;
+        const int32 next = item + gridDim.x;
+        Split next_split;
+        if (next < n_items) {
+            next_split = splits[next / n_kv_heads];
+            fetch.start(query + heads_of(next_split, next), group);
+        }
         Accumulator<kHeadDim> acc;
         acc.reset();
-        if (split.key_begin + warp * kKeys < split.key_end) {
-            uint32 heads[kHeadDim / 16][4];
-            load_query<kHeadDim>(heads, query + first_head * kHeadDim, group, lane);
-            for (int key = split.key_begin + warp * kKeys; key < split.key_end; key += kWarps * kKeys) {
-                copy_async_wait<kStages - 2>();
-                __syncwarp();  // also: everyone is done with the stage that is refilled now
-                stream.load(k_pages, v_pages, ring + write_stage * kStageBytes, lane);
-                copy_async_commit();
-                stream.advance(warp);
-                attend_tile<kHeadDim, kKeys, kSoftcap>(acc, heads, ring + read_stage * kStageBytes, key, split.window_begin,
-                                             split.key_end, scale, softcap, lane);
-                write_stage = write_stage + 1 == kStages ? 0 : write_stage + 1;
-                read_stage = read_stage + 1 == kStages ? 0 : read_stage + 1;
-            }
+        const uint32 lane_queries = shared_address(queries) + parity * query_bytes +
+                                    TileLayout<kHeadDim>::offset(lane % query_rows, lane / 16);
+        for (int key = split.key_begin + warp * kKeys; key < split.key_end; key += kWarps * kKeys) {
+            copy_async_wait<kStages - 2>();
+            __syncwarp();  // also: everyone is done with the stage that is refilled now
+            stream.load(k_pages, v_pages, ring + write_stage * kStageBytes, lane);
+            copy_async_commit();
+            stream.advance(warp);
+            attend_tile<kHeadDim, kKeys, kSoftcap>(acc, lane_queries, ring + read_stage * kStageBytes, key,
+                                                   split.window_begin, split.key_end, scale, softcap, lane);
+            write_stage = write_stage + 1 == kStages ? 0 : write_stage + 1;
+            read_stage = read_stage + 1 == kStages ? 0 : read_stage + 1;
         }
         merge.put(acc, score_unit<kSoftcap>(scale), warp, lane);
+        parity ^= 1;
+        if (next < n_items) fetch.finish(queries + parity * query_bytes, group);
         __syncthreads();
-        const int64 part_row = int64(item / n_kv_heads) * n_heads + kv_head * group;
+        const int64 first_head = int64(split.row) * n_heads + item % n_kv_heads * group;
+        const int64 part_row = int64(item / n_kv_heads) * n_heads + item % n_kv_heads * group;
         for (int i = threadIdx.x * 4; i < group * kHeadDim; i += kWarps * 32 * 4) {
             const int head = i / kHeadDim;
             const int column = i % kHeadDim;
             float4 merged;
-            const float2 totals = merge_parts(
+            const float2 totals = merge_parts<kWarps>(
                 merged, kWarps,
                 [&](int w) { return *reinterpret_cast<const float4*>(merge.out + (w * group + head) * merge.kStride + column); },
                 [&](int w) { return warp_totals[w * kGroupMax + head]; });
@@ -338,34 +394,30 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
                 if (column == 0) partial_totals[part_row + head] = totals;
             }
         }
-        if (split.count > 1) {
-            __threadfence();
-            __syncthreads();
-            if (threadIdx.x == 0) {
-                int32* counter = arrivals + int64(split.row) * n_kv_heads + kv_head;
-                is_last = atomicAdd(counter, 1) == split.count - 1;
-                if (is_last) *counter = 0;
-            }
-            __syncthreads();
-            if (is_last) {
-                __threadfence();
-                const int64 first_part = part_row - int64(split.index) * n_heads;
-                for (int i = threadIdx.x * 4; i < group * kHeadDim; i += kWarps * 32 * 4) {
-                    const int head = i / kHeadDim;
-                    const int column = i % kHeadDim;
-                    const int64 part = first_part + head;
-                    float4 merged;
-                    const float2 totals = merge_parts(
-                        merged, split.count,
-                        [&](int s) {
-                            return __ldcg(reinterpret_cast<const float4*>(partial_out + (part + int64(s) * n_heads) * kHeadDim + column));
-                        },
-                        [&](int s) { return __ldcg(partial_totals + part + int64(s) * n_heads); });
-                    store_quotient(out + (first_head + head) * kHeadDim + column, merged, totals.y);
-                }
-            }
-        }
+        split = next_split;
         __syncthreads();
     }
     copy_async_wait<0>();
+}
+
+// After attention_decode: out of the rows that have several splits. row_splits: from plan_decode. One thread for
+// four columns; grid (⌈n_heads·head_dim / 512⌉, rows), 128 threads.
+__global__ void __launch_bounds__(128)
+    merge_splits(const RowSplits* __restrict__ row_splits, const float* __restrict__ partial_out,
+                 const float2* __restrict__ partial_totals, bf16* __restrict__ out, int32 n_heads, int32 head_dim) {
+    wait_for_previous_kernels();
+    allow_next_kernel();
+    const int row = blockIdx.y;
+    const int column = (blockIdx.x * 128 + threadIdx.x) * 4;
+    const RowSplits parts = row_splits[row];
+    if (parts.count == 1 || column >= n_heads * head_dim) return;
+    const int64 first = int64(parts.first) * n_heads + column / head_dim;
+    float4 merged;
+    const float2 totals = merge_parts<8>(
+        merged, parts.count,
+        [&](int s) {
+            return *reinterpret_cast<const float4*>(partial_out + (first + int64(s) * n_heads) * head_dim + column % head_dim);
+        },
+        [&](int s) { return partial_totals[first + int64(s) * n_heads]; });
+    store_quotient(out + int64(row) * n_heads * head_dim + column, merged, totals.y);
 }

@@ -1,7 +1,7 @@
 """Decode attention: one query row per sequence over its KV pages (attention_decode.cu).
 
 `plan_decode` once per step and window lists the work of the live contexts; `attention_decode` per layer
-strides over that list with a fixed grid, so both fit in a graph.
+strides over that list with a fixed grid and merges what was split, so all fit in a graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MAX_GROUP = 16
 MAX_ROWS = 1024
 MIN_SPLIT_PAGES = 4
 """Fewest pages worth a split of their own: one 16-key tile of every page for each of four warps."""
-_PLAN_INTS = 8
+_SPLIT_INTS = 8
 _MERGE_PAD = 8
 
 
@@ -40,33 +40,40 @@ class DecodeVariant:
         return f"attention_decode<{shape}, {str(softcap).lower()}>"
 
     def shared_bytes(self, group: int) -> int:
-        """Dynamic shared memory: the warps' stages, then the rows of the merge."""
+        """Dynamic shared memory: the warps' stages, two tiles of queries, the rows of the merge."""
         stages = self.warps * self.stages * 2 * self.keys * self.head_dim * 2
-        return stages + self.warps * group * (self.head_dim + _MERGE_PAD) * 4
+        query_rows = 8 if group <= 8 else MAX_GROUP
+        return stages + 2 * query_rows * self.head_dim * 2 + self.warps * group * (self.head_dim + _MERGE_PAD) * 4
 
 
 VARIANTS = (
-    DecodeVariant(64, 32, 4, 3, "shared memory allows three stages"),
+    DecodeVariant(64, 32, 4, 6, "a block per multiprocessor is all there is: the deepest pipeline"),
+    DecodeVariant(64, 32, 4, 3, "more work: two blocks per multiprocessor"),
     DecodeVariant(64, 32, 4, 2, "less shared memory"),
-    DecodeVariant(128, 16, 4, 3, "shared memory allows three stages"),
+    DecodeVariant(128, 16, 4, 6, "a block per multiprocessor is all there is: the deepest pipeline"),
+    DecodeVariant(128, 16, 4, 3, "more work: two blocks per multiprocessor"),
     DecodeVariant(128, 16, 4, 2, "less shared memory"),
-    DecodeVariant(256, 16, 4, 2, "up to 8 heads per kv head and 160 KB of shared memory"),
-    DecodeVariant(256, 16, 2, 2, "more heads, or less shared memory"),
+    DecodeVariant(256, 16, 4, 2, "up to 160 KB of shared memory"),
+    DecodeVariant(256, 16, 2, 2, "less shared memory"),
 )
+"""Variants that differ in stages alone give the same bits."""
+
+_DEEP_STAGES = 6
 
 UNITS = (
-    CompileUnit(SOURCE, ("plan_decode",)),
+    CompileUnit(SOURCE, ("plan_decode", "merge_splits")),
     *(CompileUnit(SOURCE, (v.expression(False), v.expression(True))) for v in VARIANTS),
 )
 
 
-def pick_variant(limits: DeviceLimits, head_dim: int, group: int) -> DecodeVariant:
+def pick_variant(limits: DeviceLimits, rows: int, n_kv_heads: int, head_dim: int, group: int) -> DecodeVariant:
     """The first variant of this head size that fits. Raises ValueError if there is none."""
     if not 1 <= group <= MAX_GROUP:
         raise ValueError(f"{SOURCE}: {group} query heads per kv head; at most {MAX_GROUP} are supported")
+    little_work = rows * n_kv_heads <= limits.multiprocessors // 2
     for variant in VARIANTS:
         fits = variant.shared_bytes(group) + 2048 <= limits.shared_bytes_per_block
-        if variant.head_dim == head_dim and fits:
+        if variant.head_dim == head_dim and fits and (little_work or variant.stages < _DEEP_STAGES):
             return variant
     raise ValueError(f"{SOURCE}: no variant for head_dim {head_dim} in {limits.shared_bytes_per_block} B of shared memory")
 
@@ -88,24 +95,37 @@ class DecodeShape:
     """max_splits()."""
 
     def workspace(self) -> dict[str, tuple[tuple[int, ...], DType]]:
-        """Shapes and types of the buffers, by field of DecodeWorkspace. `arrivals` must start as zeros."""
+        """Shapes and types of the buffers, by field of DecodeWorkspace."""
         parts = self.rows * self.splits
         return {
-            "plan": ((_PLAN_INTS * (1 + parts),), DType.I32),
             "partial_out": ((parts, self.n_heads, self.head_dim), DType.F32),
             "partial_totals": ((parts, self.n_heads, 2), DType.F32),
-            "arrivals": ((self.rows, self.n_kv_heads), DType.I32),
         }
+
+    def plan(self) -> dict[str, tuple[tuple[int, ...], DType]]:
+        """Shapes and types of the buffers, by field of DecodePlan."""
+        return {
+            "splits": ((self.rows * self.splits, _SPLIT_INTS), DType.I32),
+            "row_splits": ((self.rows, 2), DType.I32),
+            "n_splits": ((1,), DType.I32),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """The work of one step, on the device: one for each window among the layers."""
+
+    splits: Tensor
+    row_splits: Tensor
+    n_splits: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeWorkspace:
     """Device buffers shared by all layers of a stream."""
 
-    plan: Tensor
     partial_out: Tensor
     partial_totals: Tensor
-    arrivals: Tensor
 
 
 def plan_decode(
@@ -114,7 +134,7 @@ def plan_decode(
     row_slot: Tensor,
     slot_position: Tensor,
     slot_active: Tensor,
-    plan: Tensor,
+    plan: DecodePlan,
     splits: int,
     window: int | None = None,
     min_pages: int = MIN_SPLIT_PAGES,
@@ -122,20 +142,28 @@ def plan_decode(
     """Lists the splits of all rows; a row attends positions 0 … slot_position of its slot.
 
     row_slot int32 [rows ≤ 1024], −1 for padding; slot_position, slot_active int32 [slots]; plan as in
-    DecodeShape.workspace. Raises ValueError for shapes that do not fit.
+    DecodeShape.plan. splits: the most of one row, max_splits(); min_pages: the fewest pages of one that is not
+    a row's last. Raises ValueError for shapes that do not fit.
     """
     (rows,) = row_slot.shape
     expect(SOURCE, "row_slot", row_slot, DType.I32, (rows,))
     expect(SOURCE, "slot_position", slot_position, DType.I32, (None,))
     expect(SOURCE, "slot_active", slot_active, DType.I32, slot_position.shape)
-    expect(SOURCE, "plan", plan, DType.I32, (None,))
-    if not 0 < rows <= MAX_ROWS or plan.shape[0] < _PLAN_INTS * (1 + rows * splits):
-        raise ValueError(f"{SOURCE}: a plan of {plan.shape[0]} numbers for {rows} rows of {splits} splits")
+    _expect_plan(plan, rows, splits)
     threads = -(-rows // 32) * 32
     arguments = (
-        row_slot, slot_position, slot_active, plan, i32(rows), i32(window or 0), i32(min_pages), i32(splits),
+        row_slot, slot_position, slot_active, plan.splits, plan.row_splits, plan.n_splits, i32(rows),
+        i32(window or 0), i32(min_pages), i32(splits),
     )  # fmt: skip
     return Launch(library.kernel(SOURCE, "plan_decode"), Dim3(1), Dim3(threads), arguments)
+
+
+def _expect_plan(plan: DecodePlan, rows: int, splits: int) -> None:
+    expect(SOURCE, "plan.splits", plan.splits, DType.I32, (None, _SPLIT_INTS))
+    expect(SOURCE, "plan.row_splits", plan.row_splits, DType.I32, (None, 2))
+    expect(SOURCE, "plan.n_splits", plan.n_splits, DType.I32, (1,))
+    if not 0 < rows <= MAX_ROWS or rows > plan.row_splits.shape[0] or rows * splits > plan.splits.shape[0]:
+        raise ValueError(f"{SOURCE}: a plan of {plan.splits.shape[0]} splits for {rows} rows of {splits}")
 
 
 def attention_decode(
@@ -146,20 +174,25 @@ def attention_decode(
     k_pages: Tensor,
     v_pages: Tensor,
     block_table: Tensor,
+    plan: DecodePlan,
     workspace: DecodeWorkspace,
     out: Tensor,
     splits: int,
     scale: float,
     softcap: float | None = None,
     variant: DecodeVariant | None = None,
-) -> Launch:
-    """softmax(softcap(scale · q·k)) · v of every planned row. Rows without an active slot become zeros.
+) -> list[Launch]:
+    """The launches of softmax(softcap(scale · q·k)) · v of every planned row. Rows without an active slot become zeros.
 
     query, out       bf16 [rows, n_heads, head_dim], head_dim 64, 128 or 256, n_heads / n_kv_heads ≤ 16
     k_pages, v_pages bf16 [pages, n_kv_heads, 64, head_dim]; the row's own key is in them already
     block_table      int32 [slots, width]
-    workspace        as in DecodeShape.workspace, with the plan of this step and window
+    plan             of this step and the layer's window
+    workspace        as in DecodeShape.workspace
     splits           as given to plan_decode
+
+    The launch right before must be the one that writes the step's keys and queries, not plan_decode: with
+    dependent launch, the plan and older keys are read while that one still runs.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -177,15 +210,24 @@ def attention_decode(
         buffer: Tensor = getattr(workspace, name)
         if buffer.dtype is not dtype or buffer.shape[0] < wanted[0] or buffer.shape[1:] != wanted[1:]:
             raise ValueError(f"{SOURCE}: workspace.{name} is {list(buffer.shape)}, needs {list(wanted)}")
+    _expect_plan(plan, rows, splits)
     group = n_heads // n_kv_heads
-    variant = variant or pick_variant(limits, head_dim, group)
+    variant = variant or pick_variant(limits, rows, n_kv_heads, head_dim, group)
     shared_bytes = variant.shared_bytes(group)
     kernel = library.kernel(SOURCE, variant.expression(softcap is not None), dynamic_shared_bytes=shared_bytes)
     resident = library.blocks_per_multiprocessor(kernel, variant.warps * 32, shared_bytes)
     blocks = min(limits.multiprocessors * max(1, resident), rows * n_kv_heads * splits)
     arguments = (
-        query, k_pages, v_pages, block_table, workspace.plan, workspace.partial_out, workspace.partial_totals,
-        workspace.arrivals, out, i32(n_heads), i32(n_kv_heads), i32(block_table.shape[1]), f32(scale),
+        query, k_pages, v_pages, block_table, plan.splits, plan.n_splits, workspace.partial_out,
+        workspace.partial_totals, out, i32(n_heads), i32(n_kv_heads), i32(block_table.shape[1]), f32(scale),
         f32(softcap or 0.0),
     )  # fmt: skip
-    return Launch(kernel, Dim3(blocks), Dim3(variant.warps * 32), arguments, shared_bytes=shared_bytes)
+    merge = library.kernel(SOURCE, "merge_splits")
+    merge_arguments = (
+        plan.row_splits, workspace.partial_out, workspace.partial_totals, out, i32(n_heads), i32(head_dim),
+    )  # fmt: skip
+    merge_grid = Dim3(-(-n_heads * head_dim // 512), rows)
+    return [
+        Launch(kernel, Dim3(blocks), Dim3(variant.warps * 32), arguments, shared_bytes=shared_bytes),
+        Launch(merge, merge_grid, Dim3(128), merge_arguments),
+    ]

@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
     using Shape = PrefillShape<kHeadDim, kWarps, kTilesM, kKeys>;
     using Layout = TileLayout<kHeadDim>;
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     if (blockIdx.y >= *n_tiles) return;
 
     const int warp = threadIdx.x / 32;

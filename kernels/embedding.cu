@@ -13,8 +13,8 @@ __global__ void __launch_bounds__(256) embed(const bf16* __restrict__ table, con
                                              const int32* __restrict__ row_slot, const int32* __restrict__ slot_token,
                                              Residual* __restrict__ out, int32 vocab, int32 hidden, float scale) {
     constexpr int kVector = 8;
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const int64 row = blockIdx.x;
     int32 token;
     if (row_slot) {

@@ -181,7 +181,7 @@ class KernelLibrary:
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = self._load(source, expression)
-        if dynamic_shared_bytes > self._dynamic_shared.get(key, 48 * 1024):
+        if dynamic_shared_bytes > self._dynamic_shared.get(key, 0):
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _check(driver.cuFuncSetAttribute(kernel.function, attribute, dynamic_shared_bytes), kernel.name)
             self._dynamic_shared[key] = dynamic_shared_bytes

@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     constexpr int kEach = kChunk / kThreads;
     __shared__ uint64 reduction[2][32];
     __shared__ double sums[32];
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const int row = blockIdx.y;
     const int32 target = targets[row];
     const int32 count = wanted(alternatives, row_slot, slots, row, target);
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(kThreads)
                  int32* __restrict__ top_ids, float* __restrict__ top_logprobs, int32 stride, int32 n_chunks) {
     __shared__ uint64 reduction[2][32];
     __shared__ double sums[32];
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const int row = blockIdx.x;
     const int32 target = targets[row];
     const int32 count = wanted(alternatives, row_slot, slots, row, target);

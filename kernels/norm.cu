@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ resi
         const int column = (c * blockDim.x + threadIdx.x) * kVector;
         if (column < hidden) load_floats(weight + column, scaling[c]);
     }
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
 
     const int64 row = row_index ? row_index[blockIdx.x] : blockIdx.x;
     Residual* source = residual + row * hidden;

@@ -1,7 +1,8 @@
 // From the merged q|k|v product to attention's inputs: bias, per-head q/k RMSNorm, rotary embedding, and
 // the write of keys and values into their pages. One launch a layer instead of five.
 //
-// Bound by memory: the row is read once and written once. One warp for one head of one row.
+// Bound by memory: the row is read once and written once. One warp for kHeads neighbouring heads of a row: one
+// for the least latency of few rows, four to share the row's place and angles among many.
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "types.cuh"
@@ -41,23 +42,36 @@ __device__ __forceinline__ void normalise_head(float (&x)[kEach], const float (&
 // Rotates element i < half with element i + half (the "rotate half" pairing); elements from 2·half on stay.
 // Both partners sit at the same place of lanes half / kEach apart.
 template <int kEach>
-__device__ __forceinline__ void rotate(float (&x)[kEach], const float* cosines, const float* sines, int half, int lane) {
-    const int distance = half / kEach;
-    const bool first = lane < distance;
-    const bool turns = lane < 2 * distance;
-    const int partner = first ? lane + distance : (turns ? lane - distance : lane);
-    float c[kEach], s[kEach];
-    if (turns) {
+struct Turn {
+    float cosine[kEach];
+    float sine[kEach];  // with the sign of this lane's half
+    int partner;
+
+    __device__ __forceinline__ Turn(const float* cosines, const float* sines, int half, int lane) {
+        const int distance = half / kEach;
+        const bool first = lane < distance;
+        const bool turns = lane < 2 * distance;
+        partner = first ? lane + distance : (turns ? lane - distance : lane);
         const int column = (first ? lane : lane - distance) * kEach;
-        load_floats(cosines + column, c);
-        load_floats(sines + column, s);
-    }
+        if (turns) {
+            load_floats(cosines + column, cosine);
+            load_floats(sines + column, sine);
+        }
 #pragma unroll
-    for (int j = 0; j < kEach; ++j) {
-        const float other = __shfl_sync(0xffffffffu, x[j], partner);
-        if (turns) x[j] = first ? x[j] * c[j] - other * s[j] : x[j] * c[j] + other * s[j];
+        for (int j = 0; j < kEach; ++j) {
+            cosine[j] = turns ? cosine[j] : 1.0f;
+            sine[j] = turns ? (first ? -sine[j] : sine[j]) : 0.0f;
+        }
     }
-}
+
+    __device__ __forceinline__ void apply(float (&x)[kEach]) const {
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) {
+            const float other = __shfl_sync(0xffffffffu, x[j], partner);
+            x[j] = x[j] * cosine[j] + other * sine[j];
+        }
+    }
+};
 
 }  // namespace
 
@@ -67,8 +81,8 @@ __device__ __forceinline__ void rotate(float (&x)[kEach], const float* cosines, 
 // slot_position[slot] counts, and rows whose slot_active is 0 write nothing at all.
 // block_table: int32 [slots, table_width] page numbers. q_out: bf16 [rows, n_heads, kHeadDim];
 // k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim]. half % (kHeadDim / 32) = 0.
-// Grid (⌈(n_heads + 2·n_kv_heads) / 4⌉, rows), 128 threads.
-template <int kHeadDim>
+// Grid (⌈heads / (4·kHeads)⌉ with heads = n_heads + 2·n_kv_heads, rows), 128 threads.
+template <int kHeadDim, int kHeads>
 __global__ void __launch_bounds__(kWarps * 32, 8)
     rope_and_write(const bf16* __restrict__ qkv, const bf16* __restrict__ bias, const bf16* __restrict__ q_norm,
                    const bf16* __restrict__ k_norm, const float* __restrict__ cosines, const float* __restrict__ sines,
@@ -79,44 +93,49 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
                    float epsilon, float norm_offset) {
     constexpr int kEach = kHeadDim / 32;
     const int lane = threadIdx.x % 32;
-    const int head = blockIdx.x * kWarps + threadIdx.x / 32;
-    const bool is_query = head < n_heads;
-    const bool is_value = head >= n_heads + n_kv_heads;
-    const bool in_range = head < n_heads + 2 * n_kv_heads;
-    float weight[kEach];
-    const bf16* norm = is_query ? q_norm : k_norm;
-    if (norm && in_range && !is_value) load_floats(norm + lane * kEach, weight);
-    allow_next_kernel();
+    const int first_head = (blockIdx.x * kWarps + threadIdx.x / 32) * kHeads;
+    const int heads = n_heads + 2 * n_kv_heads;
     wait_for_previous_kernels();
-    if (!in_range) return;
+    allow_next_kernel();
+    if (first_head >= heads) return;
 
     const int64 row = blockIdx.y;
+    float x[kHeads][kEach];  // first of all, so that these loads overlap with those of the row's place
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i)
+        if (first_head + i < heads) load_floats(qkv + (row * heads + first_head + i) * kHeadDim + lane * kEach, x[i]);
     const RowPlace place = place_of(row, row_slot, row_position, slot_position, slot_active);
     if (place.slot < 0) return;
-
-    float x[kEach];
-    const int column = head * kHeadDim + lane * kEach;
-    load_floats(qkv + row * (n_heads + 2 * n_kv_heads) * kHeadDim + column, x);
-    if (bias) {
-        float added[kEach];
-        load_floats(bias + column, added);
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) x[j] += added[j];
-    }
-    if (!is_value) {
-        if (norm) normalise_head<kHeadDim>(x, weight, norm_offset, epsilon);
-        const int64 table_row = int64(place.position) * half;
-        rotate(x, cosines + table_row, sines + table_row, half, lane);
-    }
-    if (is_query) {
-        store_floats(q_out + (row * n_heads + head) * kHeadDim + lane * kEach, x);
-        return;
-    }
+    const Turn<kEach> turn(cosines + int64(place.position) * half, sines + int64(place.position) * half, half, lane);
     const int32 block = place.position / 64;
-    if (block >= table_width) return;
-    const int32 page = block_table[int64(place.slot) * table_width + block];
-    if (page < 0) return;
-    const int kv_head = is_value ? head - n_heads - n_kv_heads : head - n_heads;
-    bf16* pages = is_value ? v_pages : k_pages;
-    store_floats(pages + ((int64(page) * n_kv_heads + kv_head) * 64 + place.position % 64) * kHeadDim + lane * kEach, x);
+    const int32 page = block < table_width ? block_table[int64(place.slot) * table_width + block] : -1;
+
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+        const int head = first_head + i;
+        if (head >= heads) return;
+        const bool is_query = head < n_heads;
+        const bool is_value = head >= n_heads + n_kv_heads;
+        if (bias) {
+            float added[kEach];
+            load_floats(bias + head * kHeadDim + lane * kEach, added);
+#pragma unroll
+            for (int j = 0; j < kEach; ++j) x[i][j] += added[j];
+        }
+        if (!is_value) {
+            if (const bf16* norm = is_query ? q_norm : k_norm) {
+                float weight[kEach];
+                load_floats(norm + lane * kEach, weight);
+                normalise_head<kHeadDim>(x[i], weight, norm_offset, epsilon);
+            }
+            turn.apply(x[i]);
+        }
+        if (is_query) {
+            store_floats(q_out + (row * n_heads + head) * kHeadDim + lane * kEach, x[i]);
+        } else if (page >= 0) {
+            const int kv_head = is_value ? head - n_heads - n_kv_heads : head - n_heads;
+            bf16* target = (is_value ? v_pages : k_pages) + ((int64(page) * n_kv_heads + kv_head) * 64 + place.position % 64) * kHeadDim;
+            store_floats(target + lane * kEach, x[i]);
+        }
+    }
 }

@@ -9,7 +9,10 @@ from kernels.tensor import DType, Tensor, expect
 SOURCE = "rope.cu"
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZE = 64
-UNITS = (CompileUnit(SOURCE, tuple(f"rope_and_write<{d}>" for d in HEAD_DIMS)),)
+_HEADS_PER_WARP = {64: (1, 4), 128: (1, 4), 256: (1, 2)}
+_MANY_ROWS = 256
+"""From so many rows on a warp takes several heads."""
+UNITS = (CompileUnit(SOURCE, tuple(f"rope_and_write<{d}, {n}>" for d in HEAD_DIMS for n in _HEADS_PER_WARP[d])),)
 _WARPS = 4
 
 
@@ -85,5 +88,6 @@ def rope_and_write(
         block_table, q_out, k_pages, v_pages, i32(n_heads), i32(n_kv_heads), i32(half),
         i32(block_table.shape[1]), f32(epsilon), f32(norm_offset),
     )  # fmt: skip
-    kernel = library.kernel(SOURCE, f"rope_and_write<{head_dim}>")
-    return Launch(kernel, Dim3(-(-heads // _WARPS), rows), Dim3(_WARPS * 32), arguments)
+    per_warp = _HEADS_PER_WARP[head_dim][rows >= _MANY_ROWS]
+    kernel = library.kernel(SOURCE, f"rope_and_write<{head_dim}, {per_warp}>")
+    return Launch(kernel, Dim3(-(-heads // (_WARPS * per_warp)), rows), Dim3(_WARPS * 32), arguments)

@@ -1,4 +1,7 @@
-"""Sampling on the device: one token per row of logits, and the slot's step forward (sampling.cu)."""
+"""Sampling on the device: one token per row of logits, and the slot's step forward.
+
+Three launches scan (sampling.cu), one chooses (sampling_finish.cu).
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,16 @@ from kernels.slots import SlotBuffers
 from kernels.tensor import DType, Tensor, expect
 
 SOURCE = "sampling.cu"
+FINISH_SOURCE = "sampling_finish.cu"
 CHUNK = 4096
 """Vocabulary entries per block of the scanning kernels."""
 MAX_VOCAB = 128 * CHUNK
 _BINS = 2048
 _C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
 _STAGES = ("sample_scan", "sample_weigh", "sample_collect")
-UNITS = tuple(
-    CompileUnit(SOURCE, tuple(f"{stage}<{c_type}>" for stage in (*_STAGES, "sample_finish")))
-    for c_type in _C_TYPES.values()
+UNITS = (
+    *(CompileUnit(SOURCE, tuple(f"{stage}<{c_type}>" for stage in _STAGES)) for c_type in _C_TYPES.values()),
+    *(CompileUnit(FINISH_SOURCE, (f"sample_finish<{c_type}>",)) for c_type in _C_TYPES.values()),
 )
 
 
@@ -37,11 +41,11 @@ class RowStatus(IntEnum):
 
 
 class _Scratch(ctypes.Structure):
-    """SampleScratch of sampling.cu."""
+    """SampleScratch of include/sampling_rows.cuh."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
-        for name in ("processed", "best", "mass", "bin_counts", "bin_masses", "n_collected", "collected")
+        for name in ("processed", "best", "mass", "bin_counts", "bin_masses", "cut", "n_collected", "collected")
     )
 
 
@@ -63,9 +67,10 @@ class SampleShape:
         return {
             "processed": ((self.rows, self.stride), DType.F32),
             "best": ((self.rows, self.chunks, 2), DType.U64),
-            "mass": ((self.rows, self.chunks), DType.U64),
+            "mass": ((self.rows, self.chunks, 4), DType.U64),
             "bin_counts": ((self.rows, _BINS), DType.I32),
             "bin_masses": ((self.rows, _BINS), DType.U64),
+            "cut": ((self.rows, 4), DType.I32),
             "n_collected": ((self.rows, self.chunks), DType.I32),
             "collected": ((self.rows, self.chunks, CHUNK * 2), DType.U8),
         }
@@ -80,6 +85,7 @@ class SampleScratch:
     mass: Tensor
     bin_counts: Tensor
     bin_masses: Tensor
+    cut: Tensor
     n_collected: Tensor
     collected: Tensor
 
@@ -132,7 +138,7 @@ def sample(
     launches = [
         Launch(library.kernel(SOURCE, f"{stage}<{c_type}>"), grid, Dim3(256), scan_arguments) for stage in stages
     ]
-    finish = library.kernel(SOURCE, f"sample_finish<{c_type}>")
+    finish = library.kernel(FINISH_SOURCE, f"sample_finish<{c_type}>")
     finish_arguments = (
         logits, row_slot, arrays, view, tokens, statuses, i32(stride), i32(shape.chunks), i32(first_token),
     )  # fmt: skip

@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     change_slots(const int32* __restrict__ counts, const SlotChange* __restrict__ changes,
                  const PageChange* __restrict__ pages, const SlotArrays slots, int32* __restrict__ block_table,
                  int32 table_width) {
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     for (int i = threadIdx.x; i < counts[0]; i += kThreads) {
         const SlotChange change = changes[i];
         if (change.position >= 0) slots.position[change.slot] = change.position;
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads)
     start_slots(const SlotStart* __restrict__ starts, const int32* __restrict__ tokens, const int32* __restrict__ bias_ids,
                 const float* __restrict__ bias_values, const SlotArrays slots) {
-    allow_next_kernel();
     wait_for_previous_kernels();
+    allow_next_kernel();
     const SlotStart start = starts[blockIdx.x];
     const int64 slot = start.slot;
     if (threadIdx.x == 0) {

@@ -5,15 +5,16 @@
 
 namespace slipstream {
 
-// Waits until the kernels before this one in the stream are complete and their writes visible. Everything
-// a kernel reads or writes that others touch comes after it. A no-op without the launch attribute.
+// Waits until the kernels before this one in the stream are complete and their writes visible. What the
+// kernel right before may write, and all writes, come after it. A no-op without the launch attribute.
 __device__ __forceinline__ void wait_for_previous_kernels() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Lets the next kernel start its prologue as soon as all blocks of this one have said so.
+// Lets the next kernel start its prologue as soon as all blocks of this one have said so. Always said after
+// the wait: so when a kernel starts, all but the one right before it are complete.
 __device__ __forceinline__ void allow_next_kernel() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

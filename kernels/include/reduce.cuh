@@ -41,4 +41,27 @@ __device__ __forceinline__ T block_reduce(T value, Op op, T identity, T* scratch
     return warp_reduce(lane < warps ? scratch[lane] : identity, op);
 }
 
+// Exclusive running sum over the block; `total` is the whole block's. `scratch`: 32 elements.
+template <int kBlock, typename T>
+__device__ __forceinline__ T block_scan(T value, T& total, T* scratch) {
+    const int lane = threadIdx.x % 32;
+    T inclusive = value;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+        const T left = __shfl_up_sync(0xffffffffu, inclusive, offset);
+        if (lane >= offset) inclusive += left;
+    }
+    __syncthreads();
+    if (lane == 31) scratch[threadIdx.x / 32] = inclusive;
+    __syncthreads();
+    T before = 0;
+    total = 0;
+#pragma unroll
+    for (int warp = 0; warp < kBlock / 32; ++warp) {
+        if (warp < int(threadIdx.x / 32)) before += scratch[warp];
+        total += scratch[warp];
+    }
+    return before + inclusive - value;
+}
+
 }  // namespace slipstream

@@ -192,15 +192,16 @@ class Bench:
         min_pages = options.get("min_pages", attention_decode.MIN_SPLIT_PAGES)
         shape = attention_decode.DecodeShape(rows, n_heads, n_kv, dim, splits)
         workspace = self.gpu.buffers(attention_decode.DecodeWorkspace, shape.workspace(), fill=0)
+        work = self.gpu.buffers(attention_decode.DecodePlan, shape.plan(), fill=0)
         self.gpu.run(attention_decode.plan_decode(
-            self.gpu.library, row_slot=row_slot, slot_position=position, slot_active=active, plan=workspace.plan,
+            self.gpu.library, row_slot=row_slot, slot_position=position, slot_active=active, plan=work,
             splits=splits, min_pages=min_pages))  # fmt: skip
         out = self.random(rows, n_heads, dim)
         calls = [
-            [attention_decode.attention_decode(
+            attention_decode.attention_decode(
                 self.gpu.library, self.gpu.limits, query=self.random(rows, n_heads, dim),
                 k_pages=self.random(pages, n_kv, 64, dim), v_pages=self.random(pages, n_kv, 64, dim),
-                block_table=table, workspace=workspace, out=out, splits=splits, scale=dim**-0.5)]
+                block_table=table, plan=work, workspace=workspace, out=out, splits=splits, scale=dim**-0.5)
             for _ in range(layers)
         ]  # fmt: skip
         extra = "".join(f", {k} {v}" for k, v in options.items())

@@ -149,8 +149,9 @@ class RopeCase:
         x = self.qkv[rows].astype(np.float64)
         if self.bias is not None:
             x = x + self.bias.astype(np.float64)
+        heads = self.n_heads + 2 * self.n_kv_heads
         q, k, v = np.split(
-            x.reshape(len(rows), -1, self.head_dim), [self.n_heads, self.n_heads + self.n_kv_heads], axis=1
+            x.reshape(len(rows), heads, self.head_dim), [self.n_heads, self.n_heads + self.n_kv_heads], axis=1
         )
         if self.q_norm is not None and self.k_norm is not None:
             q, k = rms_norm(q, self.q_norm, 1e-6, offset), rms_norm(k, self.k_norm, 1e-6, offset)
@@ -164,7 +165,7 @@ class RopeCase:
         return turn(q), turn(k), v
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", (*ROWS, 300))
 @pytest.mark.parametrize(
     ("heads", "head_dim", "rotated"),
     [((9, 3), 64, 64), ((16, 8), 128, 128), ((7, 1), 128, 128), ((4, 2), 256, 256), ((6, 2), 256, 64), ((4, 4), 128, 32)],
