@@ -62,6 +62,8 @@ def run_worker(spec: WorkerSpec, control: Connection) -> None:
         _tell(control, Failed(_describe(error), is_user_error=False))
         sys.exit(EXIT_FAULT)
     engine.close()
+    # Told to stop, or the main process is gone and this thread noticed it before the other did.
+    _remove_traces(spec)
 
 
 def _load(spec: WorkerSpec, control: Connection) -> Engine:
@@ -123,7 +125,7 @@ def _describe(error: Exception) -> str:
 
 
 def _remove_traces(spec: WorkerSpec) -> None:
-    """The main process was killed and cannot clear up: the last worker out removes the folder."""
+    """The main process, if it was killed, cannot clear up: the last worker out removes the folder."""
     address = Path(spec.address)
     with suppress(OSError):
         address.unlink()
