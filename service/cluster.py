@@ -154,12 +154,12 @@ class Cluster:
                 self._shutdown.notify()
             case DrainWanted(timeout_s=timeout_s):
                 self._shutdown.drain(timeout_s)
-            case MetricsWanted(ticket=ticket):
-                task = asyncio.ensure_future(self._send_metrics(index, ticket))
+            case MetricsWanted():
+                task = asyncio.create_task(self._send_metrics(index))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             case FrontMetrics():
                 self.metrics.take(index, message)
 
-    async def _send_metrics(self, index: int, ticket: int) -> None:
-        self._fronts.send(index, ServerMetrics(ticket, await self.metrics.collect()))
+    async def _send_metrics(self, index: int) -> None:
+        self._fronts.send(index, ServerMetrics(await self.metrics.collect()))

@@ -6,10 +6,11 @@ On a terminal, progress is a bar; elsewhere (a log file, a container) it is one 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import structlog
 
@@ -48,23 +49,23 @@ class Console:
 
     def listening(self, address: str) -> None:
         """Connections are taken; requests are not yet."""
-        print(f"listening on {address}", flush=True)
+        _say(sys.stdout, f"listening on {address}")
 
     def ready(self, line: str) -> None:
         self.end_progress()
-        print(line, flush=True)
+        _say(sys.stdout, line)
 
     def draining(self, left: int) -> None:
         """What a drain still waits for; nothing is said where there was nothing to wait for."""
         if left != self._last_left and (left or self._last_left):
             self._last_left = left
             streams = "stream" if left == 1 else "streams"
-            print(f"draining: {left} {streams} left", file=sys.stderr, flush=True)
+            _say(sys.stderr, f"draining: {left} {streams} left")
 
     def error(self, message: str) -> None:
         self.end_progress()
         red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() else ("", "")
-        print(f"{red}error: {message}{plain}", file=sys.stderr, flush=True)
+        _say(sys.stderr, f"{red}error: {message}{plain}")
 
     def end_progress(self) -> None:
         if self._bar is not None:
@@ -77,6 +78,12 @@ class Console:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end_progress()
+
+
+def _say(stream: TextIO, line: str) -> None:
+    """A reader that went away (`slipstream serve | head -1`) is no reason to end the server."""
+    with contextlib.suppress(OSError):
+        print(line, file=stream, flush=True)
 
 
 class _ProgressBar:
@@ -104,6 +111,8 @@ class _ProgressBar:
     def remove(self, what: str) -> None:
         if what in self._tasks:
             self._progress.remove_task(self._tasks.pop(what))
+            if not self._tasks:
+                self.stop()
 
     def stop(self) -> None:
         self._progress.stop()

@@ -1,17 +1,22 @@
-"""What the main process and its fronts say to each other, and the pipe that carries it.
+"""What the main process and its fronts say to each other, and the socket pair that carries it.
 
-A pipe's end doubles as the sign that the other side is gone, by whatever death. Knows no RPC.
+Its end doubles as the sign that the other side is gone, by whatever death. Knows no RPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import pickle
+import socket
+import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 from worker.client import MetricData, Status, WorkerReport
+
+_LENGTH = struct.Struct("<I")
 
 # ---- main → front
 
@@ -44,7 +49,6 @@ class CollectMetrics:
 class ServerMetrics:
     """All processes' metrics, merged: the answer to MetricsWanted."""
 
-    ticket: int
     metrics: list[MetricData]
 
 
@@ -86,9 +90,7 @@ class DrainWanted:
 
 @dataclass(frozen=True, slots=True)
 class MetricsWanted:
-    """Control.GetMetrics was called; answered by ServerMetrics."""
-
-    ticket: int
+    """Control.GetMetrics was called; answered by ServerMetrics. Not sent again before the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,50 +103,35 @@ class FrontMetrics:
 
 
 class ControlChannel:
-    """One end of a pipe, on the event loop: messages come in through a callback.
+    """One end of a socket pair, on the event loop. Neither end ever waits for the other to read."""
 
-    Messages are small (a full metrics snapshot pickles to some 20 kB) and few, so that sending blocks.
-    """
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """See open()."""
+        self._reader = reader
+        self._writer = writer
 
-    def __init__(
-        self, pipe: Connection, on_message: Callable[[Any], None], on_end: Callable[[], None]
-    ) -> None:
-        """Starts reading. `on_end` is called once, when the other side is gone, unless close() came first."""
-        self._pipe = pipe
-        self._on_message = on_message
-        self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
-        self._is_open = True
-        self._loop.add_reader(pipe.fileno(), self._read)
+    @classmethod
+    async def open(cls, end: socket.socket) -> ControlChannel:
+        """Takes over one end of a socket pair."""
+        return cls(*await asyncio.open_connection(sock=end))
 
     def send(self, message: Any) -> None:
-        """Does nothing if the other side is gone: on_end tells."""
-        if not self._is_open:
+        """Does nothing if the other side is gone: the end of messages() tells."""
+        if not self._writer.is_closing():
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+            self._writer.write(_LENGTH.pack(len(data)) + data)
+
+    async def messages(self) -> AsyncIterator[Any]:
+        """What the other side sends, until it is gone, by whatever death."""
+        try:
+            while True:
+                (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                yield pickle.loads(await self._reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
             return
-        try:
-            self._pipe.send(message)
-        except OSError:
-            self._end()
 
-    def drain(self) -> None:
-        """Takes in what has already arrived."""
-        self._read()
-
-    def close(self) -> None:
-        """Idempotent."""
-        if self._is_open:
-            self._is_open = False
-            self._loop.remove_reader(self._pipe.fileno())
-            self._pipe.close()
-
-    def _read(self) -> None:
-        try:
-            while self._is_open and self._pipe.poll():
-                self._on_message(self._pipe.recv())
-        except (EOFError, OSError):
-            self._end()
-
-    def _end(self) -> None:
-        if self._is_open:
-            self.close()
-            self._on_end()
+    async def close(self) -> None:
+        """Sends what is still to be sent. Idempotent."""
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()

@@ -7,13 +7,14 @@ stands where; what each RPC does stands in service.rpc.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
+import socket
 import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -77,35 +78,39 @@ class FrontError(Exception):
     """This front cannot serve, and no other could with these settings; str() is one clear line."""
 
 
-def front_main(settings: FrontSettings, pipe: Connection) -> None:
+def front_main(settings: FrontSettings, channel_end: socket.socket) -> None:
     """The process's entry point."""
     options = settings.options
     configure_logs(options.log_format, options.log_level, process="front", front=settings.index)
-    asyncio.run(_run(settings, pipe))
+    asyncio.run(_run(settings, channel_end))
 
 
-async def _run(settings: FrontSettings, pipe: Connection) -> None:
-    front = Front(settings, pipe)
+async def _run(settings: FrontSettings, channel_end: socket.socket) -> None:
+    channel = await ControlChannel.open(channel_end)
+    front = Front(settings, channel)
+    listening = asyncio.create_task(front.listen_to_main())
     try:
         await front.run()
     except FrontError as error:
-        front.report_failure(str(error))
+        channel.send(FrontFailed(str(error)))
+    finally:
+        listening.cancel()
+        await channel.close()
 
 
 class Front:
     """One front's life, and what its Control servicer can ask of the server (ServerControl)."""
 
-    def __init__(self, settings: FrontSettings, pipe: Connection) -> None:
+    def __init__(self, settings: FrontSettings, channel: ControlChannel) -> None:
         self._settings = settings
         self._instruments = Instruments()
-        self._channel = ControlChannel(pipe, self._on_message, self._on_main_gone)
+        self._channel = channel
         self._pool = WorkerPool(settings.index, settings.authkey, on_change=self._refresh)
         self._serving = Serving(self._pool, settings.options.workers, self._instruments)
         self._serving.on_request_over = self._on_request_over
         self._reports: tuple[WorkerReport, ...] = ()
         self._finish = asyncio.Event()
-        self._tickets = 0
-        self._metrics_wanted: dict[int, asyncio.Future[list[MetricData]]] = {}
+        self._metrics_wanted: asyncio.Future[list[MetricData]] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
@@ -127,8 +132,13 @@ class Front:
             await rpc.stop(STOP_GRACE_S)
             await self._pool.close()
 
-    def report_failure(self, message: str) -> None:
-        self._channel.send(FrontFailed(message))
+    async def listen_to_main(self) -> None:
+        """Takes messages for as long as the main process is there, and ends this process with it."""
+        async for message in self._channel.messages():
+            self._on_message(message)
+        log.error("main_process_gone")
+        sys.stderr.flush()
+        os._exit(1)  # nobody would restart, watch or stop this process any more
 
     # ---- parts of the start
 
@@ -194,18 +204,12 @@ class Front:
                 self._on_request_over()
             case CollectMetrics(ticket=ticket):
                 self._spawn(self._answer_metrics(ticket))
-            case ServerMetrics(ticket=ticket, metrics=metrics):
-                wanted = self._metrics_wanted.pop(ticket, None)
+            case ServerMetrics(metrics=metrics):
+                wanted, self._metrics_wanted = self._metrics_wanted, None
                 if wanted is not None and not wanted.done():
                     wanted.set_result(metrics)
             case Finish():
                 self._finish.set()
-
-    def _on_main_gone(self) -> None:
-        """Killed outright, say. Nobody would restart, watch or stop this process any more."""
-        log.error("main_process_gone")
-        sys.stderr.flush()
-        os._exit(1)
 
     def _refresh(self) -> None:
         """Health follows the workers, the queue and the drain."""
@@ -248,18 +252,20 @@ class Front:
         )
 
     async def metrics(self) -> MetricsSnapshot:
-        self._tickets += 1
-        wanted: asyncio.Future[list[MetricData]] = asyncio.get_running_loop().create_future()
-        self._metrics_wanted[self._tickets] = wanted
-        self._channel.send(MetricsWanted(self._tickets))
-        metrics = await asyncio.wait_for(wanted, METRICS_TIMEOUT_S)
+        """Calls at the same time share one question to the main process."""
+        if self._metrics_wanted is None:
+            self._metrics_wanted = asyncio.get_running_loop().create_future()
+            self._channel.send(MetricsWanted())
+        metrics = await asyncio.wait_for(asyncio.shield(self._metrics_wanted), METRICS_TIMEOUT_S)
         return MetricsSnapshot(metrics, prometheus_text(metrics, self._settings.model_name))
 
     def drain(self, timeout_s: float | None) -> None:
         self._channel.send(DrainWanted(timeout_s))
 
 
+@functools.cache
 def _version(package: str) -> str:
+    """Reads a file, so it is asked for once."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -6,8 +6,8 @@ Knows processes and the control channel; knows no gRPC, no worker and no model.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable
@@ -73,15 +73,15 @@ class FrontGroup:
     """Of front 0, first generation."""
     count: int
     events: FrontEvents
+    restarts: int = 0
     _fronts: dict[int, _Front] = field(default_factory=dict)
+    _keepers: list[asyncio.Task[None]] = field(default_factory=list)
     _deaths: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_DEATHS))
     _is_stopping: bool = False
     _progressed: asyncio.Event = field(default_factory=asyncio.Event)
-    restarts: int = 0
 
     def start(self) -> None:
-        for index in range(self.count):
-            self._start(index, 0)
+        self._keepers = [asyncio.create_task(self._keep_running(index)) for index in range(self.count)]
 
     @property
     def processes(self) -> list[tuple[int, int]]:
@@ -101,8 +101,8 @@ class FrontGroup:
 
     def send_all(self, message: Any) -> list[int]:
         """The indices of the fronts it went to."""
-        for index in list(self._fronts):
-            self.send(index, message)
+        for front in self._fronts.values():
+            front.channel.send(message)
         return list(self._fronts)
 
     def retire(self) -> None:
@@ -113,19 +113,27 @@ class FrontGroup:
         """Ends all fronts: asks, waits, then kills. Idempotent."""
         self.retire()
         self.send_all(Finish())
-        deadline = time.monotonic() + grace_s
-        processes = [front.process for front in self._fronts.values()]
-        while any(process.is_alive() for process in processes) and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-            await asyncio.to_thread(process.join)
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=grace_s)
+        for front in self._fronts.values():
+            front.process.kill()
+        await asyncio.gather(*self._keepers)
 
-    def _start(self, index: int, generation: int) -> None:
-        if self._is_stopping:
-            return
-        ours, theirs = multiprocessing.get_context("spawn").Pipe()
+    async def _keep_running(self, index: int) -> None:
+        """One front after the other, until told to retire."""
+        generation = 0
+        while not self._is_stopping:
+            front = await self._start(index, generation)
+            async for message in front.channel.messages():
+                self._receive(front, message)
+            await self._bury(front)
+            if not self._is_stopping:
+                self._count_death(front)
+                await asyncio.sleep(RESTART_DELAY_S)
+                generation += 1
+
+    async def _start(self, index: int, generation: int) -> _Front:
+        ours, theirs = socket.socketpair()
         settings = replace(self.settings, index=index, generation=generation)
         # A terminal's Ctrl-C and a service manager's SIGTERM go to every process of the group; only the main
         # process acts on them. Blocked here, they stay blocked in the child from its first instruction on.
@@ -135,14 +143,13 @@ class FrontGroup:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-        channel = ControlChannel(ours, lambda message: self._receive(index, message), lambda: None)
-        self._fronts[index] = _Front(index, generation, process, channel)
-        asyncio.get_running_loop().add_reader(process.sentinel, self._ended, index)
+        front = _Front(index, generation, process, await ControlChannel.open(ours))
+        self._fronts[index] = front
         log.debug("front_started", front=index, pid=process.pid, generation=generation)
         self.events.on_start(index)
+        return front
 
-    def _receive(self, index: int, message: Any) -> None:
-        front = self._fronts[index]
+    def _receive(self, front: _Front, message: Any) -> None:
         if isinstance(message, Listening):
             front.stage = FrontStage.LISTENING
             self._progressed.set()
@@ -153,27 +160,21 @@ class FrontGroup:
             self.retire()
             self.events.on_failed(message.message)
         else:
-            self.events.on_message(index, message)
+            self.events.on_message(front.index, message)
 
-    def _ended(self, index: int) -> None:
-        """The process is gone; its last words may still be in the pipe."""
-        front = self._fronts[index]
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(front.process.sentinel)
-        front.channel.drain()
-        front.channel.close()
-        front.process.join()
-        del self._fronts[index]
-        self.events.on_gone(index)
-        if self._is_stopping:
-            return
-        code = front.process.exitcode
-        log.warning("front_died", front=index, pid=front.process.pid, exit_code=code)
-        now = time.monotonic()
+    async def _bury(self, front: _Front) -> None:
+        """Its end of the channel is closed: it is gone, or about to be."""
+        await front.channel.close()
+        await asyncio.to_thread(front.process.join)
+        del self._fronts[front.index]
+        self.events.on_gone(front.index)
+
+    def _count_death(self, front: _Front) -> None:
+        """One that nobody asked for."""
+        code, now = front.process.exitcode, time.monotonic()
+        log.warning("front_died", front=front.index, pid=front.process.pid, exit_code=code)
+        self.restarts += 1
         self._deaths.append(now)
         if len(self._deaths) == MAX_DEATHS and now - self._deaths[0] < DEATHS_WINDOW_S:
             self.retire()
             self.events.on_failed(f"front processes keep dying (exit code {code}); the log above says more")
-            return
-        self.restarts += 1
-        loop.call_later(RESTART_DELAY_S, self._start, index, front.generation + 1)

@@ -50,14 +50,18 @@ class ProcessMetrics:
 
     _latest: dict[tuple[object, ...], list[MetricData]] = field(default_factory=dict)
     _departed: list[MetricData] = field(default_factory=list)
+    _gone: set[tuple[object, ...]] = field(default_factory=set)
 
     def update(self, process: tuple[object, ...], metrics: list[MetricData]) -> None:
-        """`process`: any key that a restarted process does not share with its predecessor."""
-        self._latest[process] = metrics
+        """`process`: any key that a restarted process does not share with its predecessor. Late news of one
+        that is over is ignored: it would count twice."""
+        if process not in self._gone:
+            self._latest[process] = metrics
 
     def keep_only(self, alive: Iterable[tuple[object, ...]]) -> None:
         """Every process not in `alive` is over: its gauges go, its counters stay."""
         for process in self._latest.keys() - set(alive):
+            self._gone.add(process)
             lasting = [metric for metric in self._latest.pop(process) if metric.kind != "gauge"]
             self._departed = merge_metrics([self._departed, lasting])
 

@@ -76,7 +76,7 @@ class Server:
                 await self._run_cluster(model, reservation)
         finally:
             if http is not None:
-                http.close()
+                await asyncio.to_thread(http.close)
             reservation.close()
 
     async def _run_cluster(self, model: ResolvedModel, reservation: PortReservation) -> None:

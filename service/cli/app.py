@@ -36,7 +36,14 @@ app.command("serve", rich_help_panel=_SERVING)(serve_command)
 app.command("inspect", rich_help_panel=_SERVING)(inspect)
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     _TALKING: (generate.generate, generate.chat, tokenize.tokenize, bench),
-    _OPERATING: (control.status, control.metrics, control.health, control.drain, control.abort),
+    _OPERATING: (
+        control.status,
+        control.metrics,
+        control.health,
+        control.profile,
+        control.drain,
+        control.abort,
+    ),
 }
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:

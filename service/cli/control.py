@@ -1,4 +1,4 @@
-"""The commands of whoever runs a server: status, metrics, health, drain, abort."""
+"""The commands of whoever runs a server: status, metrics, health, profile, drain, abort."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.cli.connection import EXIT_FAILED, Connection, control, inference, 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from protos.slipstream.v1.control_pb2 import GetStatusResponse, WorkerStatus
+    from protos.slipstream.v1.control_pb2 import GetStatusResponse, ProfileResponse, WorkerStatus
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print the whole answer as JSON.")]
 
@@ -80,15 +80,11 @@ def drain(
     ] = None,
 ) -> None:
     """Let the server finish its running requests, take no new ones, and then exit."""
-    from google.protobuf.duration_pb2 import Duration
-
     from protos.slipstream.v1.control_pb2 import DrainRequest
 
     request = DrainRequest()
     if timeout is not None:
-        duration = Duration()
-        duration.FromMilliseconds(round(timeout * 1e3))
-        request.timeout.CopyFrom(duration)
+        request.timeout.FromMilliseconds(round(timeout * 1e3))
     with reporting_failures(connection), connection.open() as channel:
         answer = control(channel).Drain(request, metadata=connection.metadata())
     typer.echo(f"draining: {answer.remaining} requests left on the process that answered")
@@ -104,6 +100,46 @@ def abort(
     with reporting_failures(connection), connection.open() as channel:
         answer = inference(channel).Abort(AbortRequest(request_id=request_id), metadata=connection.metadata())
     typer.echo("aborted" if answer.found else "no such request is queued or running")
+
+
+def profile(
+    connection: Connection,
+    steps: Annotated[int, typer.Option(help="Steps to measure.", min=1, max=10_000)] = 32,
+    worker: Annotated[int, typer.Option(help="Which worker.", min=0)] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds to wait for the steps.", min=0.001)] = 30.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show where a worker's next steps spend their time, stage by stage.
+
+    Steps only happen while requests run: start some first.
+    """
+    from google.protobuf.json_format import MessageToJson
+
+    from protos.slipstream.v1.control_pb2 import ProfileRequest
+
+    request = ProfileRequest(steps=steps, worker=worker)
+    request.timeout.FromMilliseconds(round(timeout * 1e3))
+    with reporting_failures(connection), connection.open() as channel:
+        answer = control(channel).Profile(request, metadata=connection.metadata())
+    if as_json:
+        typer.echo(MessageToJson(answer, preserving_proto_field_name=True))
+    else:
+        _print_profile(answer)
+
+
+def _print_profile(answer: ProfileResponse) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False, title_justify="left")
+    for title in ("stage, µs", "mean", "median", "p99", "total"):
+        table.add_column(title, justify="left" if title.startswith("stage") else "right")
+    for stage in answer.stages:
+        figures = (stage.mean, stage.median, stage.p99, stage.total)
+        table.add_row(stage.stage, *(f"{value:,.1f}" for value in figures))
+    console = Console()
+    console.print(f"{answer.steps} steps", highlight=False)
+    console.print(table)
 
 
 def _print_status(answer: GetStatusResponse) -> None:

@@ -12,12 +12,16 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+from protos.slipstream.v1.inference_pb2 import GenerateRequest
+from protos.slipstream.v1.sampling_pb2 import SamplingParams
 from service.cli.app import app
 from service.options import flag_name, option_fields
 from tests.service.server_process import (
+    DEADLINE_S,
     ROOT,
     ServerProcess,
     environment,
+    inference,
     run_cli,
     running_server,
 )
@@ -89,6 +93,20 @@ def test_metrics_health_and_abort(server: ServerProcess) -> None:
     assert cli(server, "health").stdout.strip() == "SERVING"
     assert cli(server, "health", "--wait", "5").exit_code == 0
     assert "no such request" in cli(server, "abort", "unheard-of").stdout
+
+
+def test_profile_shows_stages(server: ServerProcess) -> None:
+    with inference(server) as stub:
+        call = stub.Generate(
+            GenerateRequest(text="x", sampling=SamplingParams(max_tokens=2000, ignore_eos=True)),
+            timeout=DEADLINE_S,
+        )
+        next(call)
+        result = cli(server, "profile", "--steps", "5")
+        call.cancel()
+    assert result.exit_code == 0, result.stderr
+    assert "5 steps" in result.stdout
+    assert "execute" in result.stdout
 
 
 def test_bench_measures(server: ServerProcess) -> None:

@@ -67,6 +67,7 @@ def test_counters_of_a_process_that_died_stay_in_the_sum_and_its_gauges_go() -> 
     series.update(("worker", 0, 0), [counter(100), gauge("num_requests_running", 5)])
     series.update(("worker", 1, 0), [counter(7, "1")])
     series.keep_only([("worker", 1, 0)])
+    series.update(("worker", 0, 0), [counter(100)])  # an answer that was long under way
     series.update(("worker", 0, 1), [counter(1), gauge("num_requests_running", 2)])
     merged = {(metric.name, metric.labels): metric.value for metric in series.merged()}
     assert merged["slipstream:generation_tokens", (("worker", "0"),)] == 101
