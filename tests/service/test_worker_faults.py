@@ -108,6 +108,7 @@ def test_sixteen_streams_survive_kill_after_kill() -> None:
             await streams.start()
             await streams.until_each_has(30)
             host.kill()
+            await host.until_ready(restarts=1)
             await streams.until_each_has(1)
             host.kill()
             # And once more while the first of them are on trial.
