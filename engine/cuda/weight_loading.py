@@ -109,11 +109,11 @@ def pieces(checkpoint: Checkpoint, arena: Arena) -> Iterator[Piece]:
         for part in weight.parts:
             stored = checkpoint.tensor(part)
             rows = stored.shape[0]
-            yield from cut(stored, target.rows(row, row + rows))
+            yield from cut(stored, target.rows(row, row + rows), STAGING_BYTES)
             row += rows
 
 
-def cut(stored: StoredTensor, target: Tensor, most_bytes: int = STAGING_BYTES) -> Iterator[Piece]:
+def cut(stored: StoredTensor, target: Tensor, most_bytes: int) -> Iterator[Piece]:
     """Pieces of whole rows, none of more than most_bytes on the device unless a step of rows is.
 
     target: bf16 of the stored tensor's shape. A vector is one row.

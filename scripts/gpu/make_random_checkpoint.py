@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python scripts/gpu/make_random_checkpoint.py qwen3-8b /dev/shm/qwen3-8b [--layers 4]
 
-Weights are bf16, normal with standard deviation 0.02, norms around 1. All are cut from one block of noise whose
-length is prime, each tensor from another place, so that no two rows agree. The tokenizer knows 320 tokens.
+Weights are bf16, normal with standard deviation 0.02, norms around 1. All are cut from one block of noise
+whose length is prime, each tensor from another place, so that no two rows agree. The tokenizer knows 320
+tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -147,12 +149,13 @@ def _write_weights(folder: Path, tensors: Mapping[str, tuple[int, ...]], threads
     }
     shards = _shards(tensors)
     weight_map: dict[str, str] = {}
-    with ThreadPoolExecutor(threads) as pool:
+    with ExitStack() as open_files, ThreadPoolExecutor(threads) as pool:
         writes = []
         for number, shard in enumerate(shards, start=1):
             file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
             weight_map |= dict.fromkeys((span.name for span in shard), file_name)
             descriptor, start = _begin_file(folder / file_name, shard)
+            open_files.callback(os.close, descriptor)
             for span in shard:
                 block = blocks["norm" if span.name.endswith("norm.weight") else "weight"]
                 for first in range(0, span.elements, _CHUNK_BYTES // 2):
