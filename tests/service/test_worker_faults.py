@@ -69,7 +69,7 @@ class Streams:
 
     async def until_each_has(self, more: int) -> None:
         """Waits for every stream to get so many tokens more than it has now."""
-        goals = [count + more for count in self._counts]
+        goals = [min(count + more, LENGTH) for count in self._counts]
         async with self._progress:
             await self._progress.wait_for(
                 lambda: all(count >= goal for count, goal in zip(self._counts, goals, strict=True))
