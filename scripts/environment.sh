@@ -47,12 +47,12 @@ use_environment() {
     return
   fi
   say "making a virtual environment in $VENV (once; a minute or so)"
-  if [[ ! -x "$VENV/bin/python" ]]; then
+  if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv "$VENV" || die "could not make a virtual environment in $VENV." \
       "On Debian or Ubuntu: apt install python3-venv"
   fi
   "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --editable "$ROOT${extra:+[$extra]}" ||
     die "pip could not install the project; its message stands above." \
       "It needs a package index: is the network, or PIP_INDEX_URL, as it should be?"
-  printf '%s' "$wanted" >"$stamp"
+  printf '%s' "$wanted" | tee "$VENV/.slipstream" >"$stamp"
 }

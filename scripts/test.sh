@@ -9,6 +9,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
+command -v openssl >/dev/null || die "the tests make certificates with openssl; install it"
+
 use_environment dev
 
 say "fetching the demo model (once)"
