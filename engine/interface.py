@@ -179,6 +179,9 @@ class EngineCapacity:
     """Steps worth having under way at once: 1 for an engine that computes inside execute()."""
     prefix_cacheable: bool
     """Whether pages alone carry a prefix (false for models with recurrent state)."""
+    prefill_tokens_beside_decodes: int | None = None
+    """Most prompt tokens in a step that also decodes which leave running streams about their pace (twice the
+    time of a step without them); None: the whole budget does no harm."""
 
 
 @dataclass(frozen=True, slots=True)

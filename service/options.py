@@ -103,7 +103,7 @@ class ServeOptions:
         About(
             "Scheduling",
             "Most prompt tokens in a step that also feeds running streams, to keep them steady. Default: "
-            "the whole step.",
+            "what suits the engine.",
         ),
     ] = None
     max_queued: Annotated[

@@ -28,6 +28,9 @@ from engine.reference.slots import Slots
 from engine.reference.step import Step
 from engine.reference.threads import BlasThreads
 
+PREFILL_TOKENS_BESIDE_DECODES = 32
+"""Costs about as much as a decode step of a few rows, which is bound by reading the weights."""
+
 
 class ReferenceEngine(Engine):
     """A model on the host's cores, in float32.
@@ -56,6 +59,7 @@ class ReferenceEngine(Engine):
             max_step_tokens=options.max_step_tokens,
             pipeline_depth=1,
             prefix_cacheable=not config.has_recurrent_state,
+            prefill_tokens_beside_decodes=PREFILL_TOKENS_BESIDE_DECODES,
         )
         self.info = _describe(self._model, memory, self._threads)
 

@@ -18,6 +18,7 @@ class SimulatedOptions:
     max_step_tokens: int = 2048
     pipeline_depth: int = 2
     prefix_cacheable: bool = True
+    prefill_tokens_beside_decodes: int | None = None
     vocab_size: int = 32_000
     token_ids: tuple[int, ...] = ()
     """Tokens to generate; empty: any of the vocabulary."""
@@ -43,4 +44,5 @@ class SimulatedOptions:
             max_step_tokens=self.max_step_tokens,
             pipeline_depth=self.pipeline_depth,
             prefix_cacheable=self.prefix_cacheable,
+            prefill_tokens_beside_decodes=self.prefill_tokens_beside_decodes,
         )

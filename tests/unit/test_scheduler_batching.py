@@ -131,16 +131,21 @@ def test_prompts_of_equal_length_finish_nearly_one_by_one() -> None:
     assert sum(ends) / 8 <= 6
 
 
-def test_prompt_tokens_beside_decode_rows_can_be_limited() -> None:
-    harness = Harness(SimulatedOptions(slots=4), prefill_tokens_beside_decodes=128)
+@pytest.mark.parametrize(
+    ("advice", "choice", "limit"), [(None, 128, 128), (128, None, 128), (64, 128, 128), (128, 64, 64)]
+)
+def test_prompt_tokens_beside_decode_rows_are_limited_by_choice_or_else_the_engines_advice(
+    advice: int | None, choice: int | None, limit: int
+) -> None:
+    options = SimulatedOptions(slots=4, prefill_tokens_beside_decodes=advice)
+    harness = Harness(options, prefill_tokens_beside_decodes=choice)
     harness.submit(500, 50)
     harness.turn()
     assert prefilled(harness.plans[0]) == {0: 500}
     harness.submit(1000, 2)
     harness.run()
-    for plan in harness.plans[1:]:
-        if plan.decodes:
-            assert sum(prefilled(plan).values()) <= 128
+    beside = [sum(prefilled(plan).values()) for plan in harness.plans[1:] if plan.decodes]
+    assert max(beside) == limit
 
 
 def test_alternating_steps_either_prefill_or_decode_in_turns() -> None:

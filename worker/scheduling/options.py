@@ -18,7 +18,7 @@ class SchedulerOptions:
     """Token budget of one step; None takes the engine's. Never above the engine's, at least its slots."""
     prefill_tokens_beside_decodes: int | None = None
     """Most prompt tokens in a step that also decodes, to bound the time between two tokens of a running
-    stream; None allows the whole budget."""
+    stream; None takes what the engine advises."""
     prefill_policy: PrefillPolicy = "together"
     """"together": chunks and decode rows share steps, and the engine mixes or overlaps them.
     "alternating": while there are both, steps take turns."""

@@ -69,7 +69,9 @@ class StepPlanner:
         self.counts = PlannerCounts()
         self._on_first_start = on_first_start
         self._budget = _step_budget(capacity, options)
-        self._prefill_limit = options.prefill_tokens_beside_decodes or self._budget
+        self._prefill_limit = (
+            options.prefill_tokens_beside_decodes or capacity.prefill_tokens_beside_decodes or self._budget
+        )
         self._takes_turns = options.prefill_policy == "alternating"
         self._is_prefills_turn = True
         self._blocked: tuple[Sequence, int] | None = None
