@@ -103,6 +103,18 @@ class Tuner:
         finally:
             product.close()
 
+    def time(self, key: GemmKey, algorithm: Algorithm, tries: int = _FINAL_TRIES) -> float:
+        """Microseconds of one algorithm, as tune() measures. Raises CudaError if it does not work."""
+        operands = self._operands(key)
+        product = Product(key)
+        try:
+            time = self._microseconds(product, operands, algorithm, tries, float("inf"))
+        finally:
+            product.close()
+        if time is None:
+            raise CudaError(f"timing {key}", 0, "the algorithm does not run in a graph")
+        return time
+
     def _race(self, product: Product, operands: Operands, candidates: Sequence[Algorithm]) -> Tuned:
         """Times all briefly, the best and the heuristic's first at length."""
         times: dict[int, float] = {}

@@ -19,11 +19,24 @@ from engine.cuda.weights import device_weights, reserve_weights
 from engine.errors import CheckpointError
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from scripts.tiny_gguf import write_gguf
-from tests.parity.families import CASES
 
 pytestmark = needs_gpu
 BF16 = ml_dtypes.bfloat16
-LLAMA = next(case.config for case in CASES if case.family == "llama")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 320,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.fixture(scope="module")
