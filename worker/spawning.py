@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from types import ModuleType
@@ -23,6 +24,8 @@ def spawn_process(target: Callable[..., None], args: tuple[Any, ...], name: str)
     its parent's decision.
     """
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
+    # Otherwise the first child's start() would start it, and that unblocks SIGINT and SIGTERM again.
+    resource_tracker.ensure_running()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

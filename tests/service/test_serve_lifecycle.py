@@ -35,7 +35,7 @@ def test_a_drain_finishes_streams_refuses_new_ones_and_exits_with_0(tiny_checkpo
     with running_server(tiny_checkpoint, *SLOW) as server, inference(server) as stub:
         stream = stub.Generate(request(300), timeout=DEADLINE_S)
         tokens = list(next(stream).token_ids)
-        server.send_to_group(signal.SIGTERM)
+        server.send_to_group(signal.SIGINT)
         with server.channel() as channel:
             watch = health_pb2_grpc.HealthStub(channel).Watch(
                 health_pb2.HealthCheckRequest(), timeout=DEADLINE_S, wait_for_ready=True
@@ -78,10 +78,11 @@ def test_a_drain_with_a_timeout_cuts_off_what_still_runs(tiny_checkpoint: Path) 
     with running_server(tiny_checkpoint, *flags) as server, inference(server) as stub:
         stream = stub.Generate(request(2000), timeout=DEADLINE_S)
         next(stream)
-        server.send(signal.SIGTERM)
+        server.send_to_group(signal.SIGTERM)
         with pytest.raises(grpc.RpcError):
             list(stream)
         assert server.wait() == 0
+        assert "died" not in server.stderr
 
 
 def test_nobody_is_left_when_the_main_process_is_killed(tiny_checkpoint: Path) -> None:
