@@ -50,9 +50,7 @@ class Driver:
         shared: Sequence[int] = (),
     ) -> None:
         """A sequence takes the slot with its next plan; `shared` are full pages of its prefix."""
-        self._starts.append(
-            SlotStart(slot, sampling, np.array(prompt, np.int32), np.array(output, np.int32))
-        )
+        self._starts.append(SlotStart(slot, sampling, np.array(prompt, np.int32), np.array(output, np.int32)))
         self._prompts[slot] = np.array([*prompt, *output], np.int32)
         self._lengths[slot] = len(shared) * PAGE_SIZE
         self.pages[slot] = list(shared)
