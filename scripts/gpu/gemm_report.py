@@ -61,7 +61,8 @@ def table(report: Report) -> str:
     ]
     lines += [
         f"| {f.model} | {f.layer} | {f.rows}×{f.n}×{f.k} | {f.microseconds:.2f} "
-        f"| {f.heuristic_microseconds:.2f} | {f.gigabytes_per_second:.0f} | {f.teraflops:.1f} | {f.limit_microseconds:.2f} | {f.share:.0%} |"
+        f"| {f.heuristic_microseconds:.2f} | {f.gigabytes_per_second:.0f} | {f.teraflops:.1f} "
+        f"| {f.limit_microseconds:.2f} | {f.share:.0%} |"
         for f in report.products
     ]
     names = list(report.epilogues[0]["us"]) if report.epilogues else []
