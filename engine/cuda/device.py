@@ -194,7 +194,7 @@ class Stream:
         check(driver.cuStreamWaitEvent(self.handle, event.handle, 0), "waiting for an event")
 
     def copy_to_device(self, target: int, source: int, size: int) -> None:
-        """Enqueues a copy from pinned host memory."""
+        """Enqueues a copy from host memory, which must be pinned for the call to return before it is read."""
         check(driver.cuMemcpyHtoDAsync(target, source, size, self.handle), f"copying {size} B to the GPU")
 
     def copy_to_host(self, target: int, source: int, size: int) -> None:

@@ -71,7 +71,8 @@ class GemmPlanner:
         pages before they are used, say); None allocates some for the time. progress: hears the share done.
         Raises CudaError, ValueError if scratch is too small for a product's operands.
         """
-        unknown = [key for key in dict.fromkeys(keys) if key not in self._tuned and not self._is_cached(key)]
+        unknown = [key for key in dict.fromkeys(keys) if not self._is_known(key)]
+        unknown.sort(key=lambda key: key.flops)  # the heavy ones, which heat the GPU up, come last
         if not unknown:
             return 0
         if scratch is not None:
@@ -99,7 +100,7 @@ class GemmPlanner:
             if self.cache is not None:
                 self.cache.save()
 
-    def _is_cached(self, key: GemmKey) -> bool:
+    def _is_known(self, key: GemmKey) -> bool:
         product = Product(key)
         try:
             return self._known(product) is not None

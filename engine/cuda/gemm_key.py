@@ -9,13 +9,14 @@ from kernels.tensor import DType
 
 
 class Epilogue(StrEnum):
-    """What happens to the float32 product before it is rounded to the output's type."""
+    """What happens to the float32 product on its way to y."""
 
     NONE = "none"
     BIAS = "bias"
     """+ bias [n] of y's type."""
     ADD = "add"
-    """+ c [rows, n] of y's type; c may be y itself."""
+    """+ c [rows, n] of y's type; c may be y itself. With bf16 outputs some algorithms round the product
+    before they add, as separate operations would."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ these come from device memory as they do in a model, on random operands (zeros r
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -103,65 +104,67 @@ class Tuner:
         finally:
             product.close()
 
-    def time(self, key: GemmKey, algorithm: Algorithm, tries: int = _FINAL_TRIES) -> float:
-        """Microseconds of one algorithm, as tune() measures. Raises CudaError if it does not work."""
+    def time(self, key: GemmKey, *algorithms: Algorithm) -> list[float]:
+        """Microseconds of each, as tune() measures its finalists. Raises CudaError if one does not work."""
         operands = self._operands(key)
         product = Product(key)
         try:
-            time = self._microseconds(product, operands, algorithm, tries, float("inf"))
+            return self._final(product, operands, algorithms)
         finally:
             product.close()
-        if time is None:
-            raise CudaError(f"timing {key}", 0, "the algorithm does not run in a graph")
-        return time
 
     def _race(self, product: Product, operands: Operands, candidates: Sequence[Algorithm]) -> Tuned:
         """Times all briefly, the best and the heuristic's first at length."""
         times: dict[int, float] = {}
-        best = float("inf")
         for rank, algorithm in enumerate(candidates):
-            time = self._microseconds(product, operands, algorithm, _TRIES, best * _HOPELESS)
+            time = self._brief(product, operands, algorithm, min(times.values(), default=float("inf")))
             if time is not None:
                 times[rank] = time
-                best = min(best, time)
         if not times:
-            raise CudaError(
-                f"tuning {product.key}", 0, f"none of {len(candidates)} algorithms runs in a graph"
-            )
+            count = len(candidates)
+            raise CudaError(f"tuning {product.key}", 0, f"none of {count} algorithms runs in a graph")
         first = min(times)
-        finalists = {first, *sorted(times, key=times.__getitem__)[:_FINALISTS]}
-        for rank in finalists:
-            again = self._microseconds(product, operands, candidates[rank], _FINAL_TRIES, float("inf"))
-            times[rank] = times[rank] if again is None else again
-        winner = min(finalists, key=times.__getitem__)
-        if times[winner] > _WORTHWHILE * times[first]:
-            winner = first
-        return Tuned(candidates[winner], times[winner], times[first])
+        best = sorted(times, key=times.__getitem__)[:_FINALISTS]
+        finalists = list(dict.fromkeys([first, *best]))
+        final = self._final(product, operands, [candidates[rank] for rank in finalists])
+        winner = min(range(len(finalists)), key=final.__getitem__)
+        if final[winner] > _WORTHWHILE * final[0]:
+            winner = 0
+        return Tuned(candidates[finalists[winner]], final[winner], final[0])
 
-    def _microseconds(
-        self, product: Product, operands: Operands, algorithm: Algorithm, tries: int, hopeless: float
-    ) -> float | None:
-        """Of one call, the median over replays of a graph that calls once per copy of the weights; None for
-        an algorithm that fails or cannot be captured.
-        """
-        plan = GemmPlan(self._library.handle, product, algorithm, is_tuned=False)
-        graph = None
+    def _brief(self, product: Product, operands: Operands, algorithm: Algorithm, best: float) -> float | None:
+        """Microseconds, or None for an algorithm that fails or cannot be captured. best: of those before."""
         try:
-            calls = [operands.bound(plan, weights) for weights in operands.weights]
-            calls *= -(-_FEWEST_CALLS // len(calls))
-            graph = _Graph(self._stream, calls)
-            self._replay(graph)
-            times = [self._replay(graph)]
-            if times[0] <= hopeless:
-                times += [self._replay(graph) for _ in range(tries - 1)]
-            return statistics.median(times)
+            with self._entered(product, operands, algorithm) as graph:
+                times = [self._replay(graph)]
+                if times[0] <= best * _HOPELESS:
+                    times += [self._replay(graph) for _ in range(_TRIES - 1)]
+                return statistics.median(times)
         except CudaError as error:
             if error.status in _FATAL:
                 raise
             return None
-        finally:
-            if graph is not None:
+
+    def _final(self, product: Product, operands: Operands, algorithms: Sequence[Algorithm]) -> list[float]:
+        """Microseconds of each. They take turns: a GPU at its power limit slows down for all alike."""
+        with ExitStack() as stack:
+            graphs = [stack.enter_context(self._entered(product, operands, a)) for a in algorithms]
+            rounds = [[self._replay(graph) for graph in graphs] for _ in range(_FINAL_TRIES)]
+        return [statistics.median(times) for times in zip(*rounds, strict=True)]
+
+    @contextmanager
+    def _entered(self, product: Product, operands: Operands, algorithm: Algorithm) -> Iterator[_Graph]:
+        """A graph that calls the algorithm once per copy of the weights, replayed once already."""
+        plan = GemmPlan(self._library.handle, product, algorithm, is_tuned=False)
+        try:
+            calls = [operands.bound(plan, weights) for weights in operands.weights]
+            graph = _Graph(self._stream, calls * -(-_FEWEST_CALLS // len(calls)))
+            try:
+                self._replay(graph)
+                yield graph
+            finally:
                 graph.close()
+        finally:
             plan.close()
 
     def _replay(self, graph: _Graph) -> float:
@@ -196,7 +199,7 @@ class Tuner:
         """Noise of that standard deviation: copied from the host once, doubled on the device from then on."""
         noise = self._noise(spread, tensor.dtype)
         done = min(noise.nbytes, tensor.bytes)
-        check(driver.cuMemcpyHtoD(tensor.address, noise.ctypes.data, done), "filling operands")
+        self._stream.copy_to_device(tensor.address, noise.ctypes.data, done)
         while done < tensor.bytes:
             size = min(done, tensor.bytes - done)
             self._stream.copy_on_device(tensor.address + done, tensor.address, size)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -79,9 +80,11 @@ def workspace(memory: Memory) -> Tensor:
     return memory.empty((WORKSPACE_BYTES,), DType.U8)
 
 
-def tolerance(k: int, y: DType) -> dict[str, float]:
-    """Half a bf16 step and more for the output; for the sums, float32's error over k terms of size 0.02."""
-    return {"rtol": 2**-8 if y is DType.BF16 else 1e-5, "atol": 2e-7 * k**0.5 * 0.02 * k**0.5}
+def tolerance(k: int, y: DType) -> dict[str, Any]:
+    """Half a bf16 step and more for the output; for the sums, float32's error over k terms of size 0.02,
+    which tensor cores cut off instead of rounding.
+    """
+    return {"rtol": 2**-8 if y is DType.BF16 else 1e-5, "atol": 5e-7 * 0.02 * k}
 
 
 @pytest.mark.parametrize("name", [*SHAPES, *HEADS])
@@ -124,9 +127,11 @@ def test_adding_to_the_residual_in_place(
         x=memory.upload(host_x), w=memory.upload(host_w), y=residual, c=residual, workspace=workspace(memory)
     )
     run(planner.device, gemm)
-    want = host_x.astype(np.float64) @ host_w.astype(np.float64).T + host_c.astype(np.float64)
+    product = host_x.astype(np.float64) @ host_w.astype(np.float64).T
     limits = tolerance(k, y_type)
-    assert_close(str(key), memory.download(residual), want, rtol=limits["rtol"], atol=limits["atol"] + 1e-6)
+    if y_type is DType.BF16:  # the product may be rounded to bf16 by itself
+        limits["atol"] += 2**-8 * np.abs(product)
+    assert_close(str(key), memory.download(residual), product + host_c.astype(np.float64), **limits)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64, 300])
