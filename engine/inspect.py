@@ -185,7 +185,6 @@ def _lines(report: ModelReport) -> Iterator[str]:
     active = f", {report.active_parameters:,} active" if report.active_parameters < report.parameters else ""
     yield _row("parameters", f"{report.parameters:,}{active}")
     yield _row("head", "tied to the embedding" if config.tied_embeddings else "its own")
-    yield _row("stop tokens", ", ".join(map(str, config.generation.eos_token_ids)) or "none")
     for group in report.groups:
         yield _row(f"layers {_ranges(group.layers)}", f"{group.mixer}; {group.feed_forward}")
     yield _row("stored", ", ".join(f"{name} {_size(size)}" for name, size in report.stored_bytes.items()))
@@ -202,7 +201,7 @@ def _lines(report: ModelReport) -> Iterator[str]:
     for title, names in (("unused", report.unused), ("unknown", report.unknown), ("missing", report.missing)):
         yield from (_row(title, name) for name in _shortened(names))
     yield from (_row("problem", problem) for problem in _shortened(report.problems))
-    yield _row("verdict", "can be served" if report.is_usable else "cannot be served")
+    yield _row("verdict", "can be loaded" if report.is_usable else "cannot be loaded")
 
 
 def _row(title: str, text: str) -> str:

@@ -7,8 +7,11 @@ Importing this loads no engine and no kernel.
 
 from __future__ import annotations
 
-from engine.config.generation import GenerationDefaults
+from engine.config.generation import GenerationDefaults, read_eos_token_ids, read_generation_defaults
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from engine.files.gguf_head import read_gguf_metadata
+from engine.files.gguf_names import gguf_part_names
+from engine.files.json_file import read_json_object, read_optional_json_object
 from engine.interface import (
     MAX_LOGPROBS,
     PAGE_SIZE,
@@ -102,7 +105,13 @@ __all__ = [
     "WorkerState",
     "WorkerSupervisor",
     "WorkerView",
+    "gguf_part_names",
     "inspect_model",
     "merge_metrics",
+    "read_eos_token_ids",
+    "read_generation_defaults",
+    "read_gguf_metadata",
+    "read_json_object",
+    "read_optional_json_object",
     "spawn_process",
 ]

@@ -1,27 +1,22 @@
-"""A Hugging Face model folder: its configuration files and its safetensors, single or sharded."""
+"""A Hugging Face model folder: its configuration and its safetensors, single or sharded."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 from engine.checkpoint.safetensors import read_safetensors
 from engine.checkpoint.tensor import SourceTensor
 from engine.config import ModelConfig
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import CheckpointError
+from engine.files.json_file import read_json_object
 
-MAX_JSON_BYTES = 64_000_000
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
 
 def read_folder_config(folder: Path) -> ModelConfig:
-    """From config.json and generation_config.json. Raises ConfigError."""
-    config = _read_json(folder / "config.json")
-    generation_path = folder / "generation_config.json"
-    generation = _read_json(generation_path) if generation_path.is_file() else None
-    return ModelConfig.from_hf(config, generation)
+    """From config.json. Raises ConfigError."""
+    return ModelConfig.from_hf(read_json_object(folder / "config.json"))
 
 
 def read_folder_tensors(folder: Path) -> dict[str, SourceTensor]:
@@ -42,7 +37,7 @@ def read_folder_tensors(folder: Path) -> dict[str, SourceTensor]:
 
 def _read_shards(folder: Path) -> dict[str, SourceTensor]:
     index_path = folder / _INDEX
-    weight_map = _read_json(index_path).get("weight_map")
+    weight_map = read_json_object(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index_path} has no weight_map")
     tensors: dict[str, SourceTensor] = {}
@@ -66,19 +61,3 @@ def _shard_name(index_path: Path, name: object) -> str:
     if not isinstance(name, str) or Path(name).name != name:
         raise CheckpointError(f"{index_path} names an impossible shard {name!r}")
     return name
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise ConfigError(f"{path} is too large to be a configuration")
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path.parent} has no {path.name}: it is no model folder") from error
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return value

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.mapping import map_file, map_tail
 from engine.checkpoint.tensor import SourceTensor
 from engine.errors import CheckpointError
+from engine.files.mapping import map_file, map_tail
 from engine.quantization.tensor_type import TensorType
 
 MAX_HEADER_BYTES = 100_000_000

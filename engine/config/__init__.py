@@ -1,6 +1,5 @@
 """What a model is: its layers as data, read from Hugging Face or GGUF metadata. Reads no weights."""
 
-from engine.config.generation import GenerationDefaults
 from engine.config.model import (
     Activation,
     AttentionSpec,
@@ -23,7 +22,6 @@ __all__ = [
     "DeltaNetSpec",
     "DenseSpec",
     "FeedForward",
-    "GenerationDefaults",
     "LayerSpec",
     "Mixer",
     "MoESpec",

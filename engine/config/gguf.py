@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from engine.config.generation import GenerationDefaults
 from engine.config.hugging_face import model_config_from_hf
 from engine.config.model import AttentionSpec, LayerSpec, ModelConfig
 from engine.config.reader import REQUIRED, Section
@@ -39,7 +38,7 @@ def model_config_from_gguf(
     settings = _ARCHITECTURES[architecture](_Keys(section, architecture), tensor_shapes)
     model = model_config_from_hf(settings, where=where)
     layers = tuple(_with_factors(section, layer, frequency_factors) for layer in model.layers)
-    return replace(model, architecture=architecture, layers=layers, generation=_generation(section))
+    return replace(model, architecture=architecture, layers=layers)
 
 
 class _Keys:
@@ -211,14 +210,3 @@ def _with_factors(section: Section, layer: LayerSpec, factors: tuple[float, ...]
     if len(factors) != mixer.rope.rotary_dim // 2 or not min(factors) > 0:
         raise section.error("rope_freqs.weight", f"must hold {mixer.rope.rotary_dim // 2} positive numbers")
     return replace(layer, mixer=replace(mixer, rope=replace(mixer.rope, frequency_factors=factors)))
-
-
-def _generation(section: Section) -> GenerationDefaults:
-    """GGUF has token ids only; end of turn and end of message end an answer too."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [section.integer(f"tokenizer.ggml.{key}", None, minimum=0) for key in keys]
-    return GenerationDefaults(
-        eos_token_ids=tuple(dict.fromkeys(token for token in ids if token is not None)),
-        bos_token_id=section.integer("tokenizer.ggml.bos_token_id", None, minimum=0),
-        pad_token_id=section.integer("tokenizer.ggml.padding_token_id", None, minimum=0),
-    )

@@ -1,4 +1,4 @@
-"""config.json (and generation_config.json) to a ModelConfig: finds the text model and its family."""
+"""config.json to a ModelConfig: finds the text model and its family."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from engine.config import gemma, llama, qwen, qwen3_5
 from engine.config.families import Family
-from engine.config.generation_reader import read_generation
 from engine.config.model import ModelConfig
 from engine.config.reader import Section
 from engine.config.weights_reader import read_weight_format
@@ -21,13 +20,8 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-def model_config_from_hf(
-    config: Mapping[str, object],
-    generation: Mapping[str, object] | None = None,
-    *,
-    where: str = "config.json",
-) -> ModelConfig:
-    """Reads a parsed config.json and, if there is one, generation_config.json.
+def model_config_from_hf(config: Mapping[str, object], *, where: str = "config.json") -> ModelConfig:
+    """Reads a parsed config.json.
 
     Raises UnsupportedModelError for what is not implemented, by name; ConfigError for what is malformed.
     """
@@ -35,8 +29,7 @@ def model_config_from_hf(
     text = _text_section(top)
     family, architecture = _find_family(top, text)
     model = family.read(text, architecture)
-    defaults = read_generation(Section(generation or {}, "generation_config.json"), text)
-    return replace(model, generation=defaults, weight_format=read_weight_format(text))
+    return replace(model, weight_format=read_weight_format(text))
 
 
 def _text_section(top: Section) -> Section:
@@ -47,9 +40,6 @@ def _text_section(top: Section) -> Section:
     values = dict(nested.values)
     for key in ("tie_word_embeddings", "quantization_config"):
         if key in top:
-            values[key] = top.values[key]
-    for key in ("eos_token_id", "bos_token_id", "pad_token_id"):
-        if key in top and key not in nested:
             values[key] = top.values[key]
     return Section(values, nested.where)
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from engine.config.generation import GenerationDefaults
 from engine.config.rope import RopeSpec
 from engine.config.weights import WeightFormat
 
@@ -192,21 +191,18 @@ class ModelConfig:
     """Multiplies embedded tokens, already rounded as the reference rounds it."""
     logit_softcap: float | None = None
     """Logits become softcap · tanh(logits / softcap)."""
-    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     weight_format: WeightFormat = field(default_factory=WeightFormat)
     """How quantised weights are stored in the checkpoint."""
 
     @classmethod
-    def from_hf(
-        cls, config: Mapping[str, object], generation: Mapping[str, object] | None = None
-    ) -> ModelConfig:
-        """Reads a parsed config.json and, if there is one, generation_config.json.
+    def from_hf(cls, config: Mapping[str, object]) -> ModelConfig:
+        """Reads a parsed config.json.
 
         Raises UnsupportedModelError for what is not implemented, by name; ConfigError for what is malformed.
         """
         from engine.config.hugging_face import model_config_from_hf
 
-        return model_config_from_hf(config, generation)
+        return model_config_from_hf(config)
 
     @property
     def n_layers(self) -> int:

@@ -10,6 +10,7 @@ from huggingface_hub import errors as hub_errors
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from service.models.types import ModelNotFound, Progress, ResolvedModel
+from worker.client import gguf_part_names
 
 _WANTED = ("*.json", "*.safetensors", "*.jinja")
 """Configuration, weights, tokenizer.json and templates. Not the same weights in other formats."""
@@ -17,13 +18,13 @@ _NOT_WANTED = ("original/*", "onnx/*", "openvino/*", "consolidated*.safetensors"
 
 
 def fetch_from_hub(name: str, revision: str | None, progress: Progress) -> ResolvedModel:
-    """`name`: "org/model", or "org/model:file.gguf" for one file. Raises ModelNotFound."""
+    """`name`: "org/model", or "org/model:file.gguf" for one file with its parts. Raises ModelNotFound."""
     repository, _, file = name.partition(":")
     try:
         folder = huggingface_hub.snapshot_download(
             repository,
             revision=revision,
-            allow_patterns=[file] if file else list(_WANTED),
+            allow_patterns=list(gguf_part_names(file) if file else _WANTED),
             ignore_patterns=None if file else list(_NOT_WANTED),
             tqdm_class=_progress_bar(progress),
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 from service.models.demo import DEMO_MODELS, fetch_demo_model
 from service.models.hub import fetch_from_hub
 from service.models.types import ModelNotFound, Progress, ResolvedModel, no_progress
+from worker.client import gguf_part_names
 
 _PATH_STARTS = ("/", "./", "../", "~", ".\\")
 
@@ -41,12 +42,12 @@ def resolve_model(
 def _local(path: Path) -> ResolvedModel:
     path = path.resolve()
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path} is no .gguf file; give a .gguf file or the folder of a checkpoint.")
         return ResolvedModel(path, path.stem)
     if (path / "config.json").is_file():
         return ResolvedModel(path, path.name)
-    files = sorted(path.glob("*.gguf"))
+    files = _gguf_models(path)
     match files:
         case [only]:
             return ResolvedModel(only, only.stem)
@@ -55,3 +56,10 @@ def _local(path: Path) -> ResolvedModel:
     raise ModelNotFound(
         f"{path} holds several .gguf files; name one: {', '.join(file.name for file in files)}."
     )
+
+
+def _gguf_models(folder: Path) -> list[Path]:
+    """The folder's .gguf files, of a model in several parts the first only."""
+    files = sorted(folder.glob("*.gguf"))
+    later_parts = {name for file in files for name in gguf_part_names(file.name)[1:]}
+    return [file for file in files if file.name not in later_parts]

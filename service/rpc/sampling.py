@@ -12,8 +12,7 @@ from typing import Any
 
 from protos.slipstream.v1 import sampling_pb2
 from service.rpc.violations import Range, Violations
-from service.text import GenerationDefaults
-from worker.client import MAX_LOGPROBS, Sampling
+from worker.client import MAX_LOGPROBS, GenerationDefaults, Sampling
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_BYTES = 1024

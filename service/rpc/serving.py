@@ -26,8 +26,8 @@ from worker.client import EngineCapacity, EngineInfo, WorkerPool
 
 _Result = TypeVar("_Result")
 
-# Requests above this size are read off the event loop: tokenizing runs at 1 to 3 MB/s, so that this many
-# bytes stop every other stream for a few milliseconds at most.
+# Requests above this size are read off the event loop: tokenizing and preparing stop strings run at 1 to
+# 3 MB/s, so that this many bytes stop every other stream for a few milliseconds at most.
 INLINE_BYTES = 4096
 
 # Long prompts read at the same time; more would only take cores from the event loop. Those that wait for

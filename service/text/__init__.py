@@ -6,7 +6,6 @@ Knows token ids and strings; knows no request, no RPC, no queue and no model wei
 from service.text.chat import ChatTemplates
 from service.text.errors import ChatTemplateError, TextError, TokenizerError
 from service.text.export import hugging_face_files
-from service.text.generation import GenerationDefaults
 from service.text.loading import load_tokenizer
 from service.text.stops import StopSet
 from service.text.stream import Delta, OutputText
@@ -16,7 +15,6 @@ __all__ = [
     "ChatTemplateError",
     "ChatTemplates",
     "Delta",
-    "GenerationDefaults",
     "OutputText",
     "StopSet",
     "TextError",

@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from service.text.chat import ChatTemplates
 from service.text.errors import ChatTemplateError, TokenizerError
-from service.text.gguf_metadata import read_gguf_metadata
 from service.text.pretokenizers import PRE_TOKENIZERS, PreTokenizer
 from service.text.token_bytes import BYTE_LEVEL, METASPACE, ByteDecoder, sentencepiece_decoder
 from service.text.tokenizer import TokenizerParts
+from worker.client import ModelError, read_gguf_metadata
 
 _END_NAMES = (
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|endoftext|>",
@@ -86,7 +86,10 @@ class _Vocabulary:
 
 def read_gguf(path: Path) -> TokenizerParts:
     """Raises TokenizerError."""
-    metadata = read_gguf_metadata(path)
+    try:
+        metadata = read_gguf_metadata(path)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
     try:
         return _read(metadata)
     except (TokenizerError, ChatTemplateError) as error:

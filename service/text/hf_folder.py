@@ -10,23 +10,35 @@ from tokenizers import AddedToken, Tokenizer
 
 from service.text.chat import ChatTemplates
 from service.text.errors import ChatTemplateError, TokenizerError
-from service.text.generation import GenerationDefaults, token_ids
-from service.text.json_files import read_json_object
 from service.text.token_bytes import decoder_from_json
 from service.text.tokenizer import TokenizerParts
+from worker.client import (
+    ModelError,
+    read_eos_token_ids,
+    read_generation_defaults,
+    read_json_object,
+    read_optional_json_object,
+)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 def read_folder(folder: Path) -> TokenizerParts:
     """Raises TokenizerError."""
+    try:
+        return _read(folder)
+    except ModelError as error:
+        raise TokenizerError(str(error)) from error
+
+
+def _read(folder: Path) -> TokenizerParts:
     description = _read_tokenizer_json(folder)
-    config = read_json_object(folder / "tokenizer_config.json")
+    config = read_optional_json_object(folder / "tokenizer_config.json")
     named = _named_tokens(folder, config)
     tokenizer = _build(folder / "tokenizer.json")
     _add_missing_tokens(tokenizer, config, named)
-    generation = read_json_object(folder / "generation_config.json")
-    model = read_json_object(folder / "config.json")
+    generation_path = folder / "generation_config.json"
+    generation = read_optional_json_object(generation_path)
     ids = {name: tokenizer.token_to_id(text) for name, text in named.items()}
     try:
         decoder = decoder_from_json(description.get("decoder"))
@@ -39,9 +51,9 @@ def read_folder(folder: Path) -> TokenizerParts:
         decoder=decoder,
         bos_token_id=ids.get("bos_token"),
         pad_token_id=ids.get("pad_token"),
-        eos_token_ids=_eos_ids(ids.get("eos_token"), generation, model),
+        eos_token_ids=_eos_ids(folder, ids.get("eos_token"), generation),
         chat_templates=templates,
-        generation_defaults=GenerationDefaults.from_config(generation),
+        generation_defaults=read_generation_defaults(generation, str(generation_path)),
     )
 
 
@@ -51,7 +63,7 @@ def _read_tokenizer_json(folder: Path) -> dict[str, Any]:
         others = [n for n in ("tokenizer.model", "tekken.json", "vocab.json") if (folder / n).is_file()]
         hint = f" ({', '.join(others)} alone cannot be read; save the fast tokenizer)" if others else ""
         raise TokenizerError(f"{folder} has no tokenizer.json{hint}.")
-    description = read_json_object(path, required=True)
+    description = read_json_object(path)
     if not isinstance(description.get("model"), dict):
         raise TokenizerError(f"{path} describes no tokenizer model.")
     return description
@@ -77,7 +89,7 @@ def _token_text(value: object) -> str | None:
 
 def _named_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Texts of bos_token, eos_token … and of further named tokens a chat template may use."""
-    special_map = read_json_object(folder / "special_tokens_map.json")
+    special_map = read_optional_json_object(folder / "special_tokens_map.json")
     further = [name for name in config if name.endswith("_token")]
     named = {}
     for name in dict.fromkeys([*_NAMED_TOKENS, *further]):
@@ -108,15 +120,16 @@ def _add_missing_tokens(tokenizer: Tokenizer, config: Mapping[str, Any], named: 
             present.add(text)
 
 
-def _eos_ids(
-    own: int | None, generation: Mapping[str, Any], model: Mapping[str, Any]
-) -> tuple[int, ...]:
-    stated = token_ids(generation.get("eos_token_id"))
-    if not stated:
-        inner = model.get("text_config")
-        stated = token_ids(model.get("eos_token_id")) or (
-            token_ids(inner.get("eos_token_id")) if isinstance(inner, Mapping) else ()
-        )
+def _eos_ids(folder: Path, own: int | None, generation: Mapping[str, Any]) -> tuple[int, ...]:
+    """The tokenizer's own, then those of the first file that states any."""
+    path = folder / "config.json"
+    model = read_optional_json_object(path)
+    inner = model.get("text_config")
+    stated = (
+        read_eos_token_ids(generation, str(folder / "generation_config.json"))
+        or read_eos_token_ids(model, str(path))
+        or read_eos_token_ids(inner if isinstance(inner, Mapping) else {}, f"{path}: text_config")
+    )
     return (*(() if own is None else (own,)), *stated)
 
 
@@ -139,7 +152,7 @@ def _chat_templates(
         if path.is_file():
             templates[name] = _read_text(path)
     if not main.is_file():
-        alone = read_json_object(folder / "chat_template.json").get("chat_template")
+        alone = read_optional_json_object(folder / "chat_template.json").get("chat_template")
         if isinstance(alone, str):
             templates["default"] = alone
     return ChatTemplates(templates, named) if templates else None

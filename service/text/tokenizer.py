@@ -13,8 +13,8 @@ from tokenizers.processors import TemplateProcessing
 
 from service.text.chat import ChatTemplates
 from service.text.errors import TokenizerError
-from service.text.generation import GenerationDefaults
 from service.text.token_bytes import ByteDecoder, build_table
+from worker.client import GenerationDefaults
 
 _SHORT = 256
 """Characters. Above it the batch call pays, which leaves out the character offsets that nobody here reads:

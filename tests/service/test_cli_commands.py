@@ -220,6 +220,7 @@ def test_inspect_tells_a_usable_model_from_a_broken_one(tiny_checkpoint: Path, t
     good = CliRunner().invoke(app, ["inspect", str(tiny_checkpoint)])
     assert good.exit_code == 0
     assert "llama" in good.stdout.lower()
+    assert re.search(r"stop tokens +2, 0$", good.stdout, re.MULTILINE)
     bad = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert bad.exit_code == 1
     (line,) = bad.stderr.splitlines()

@@ -53,3 +53,15 @@ def test_rpc_processes_load_no_cuda(module: str) -> None:
         "assert not bad, bad\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_the_client_of_workers_is_light() -> None:
+    """Every process of the service imports it, the short-lived command line too."""
+    code = (
+        "import sys, worker.client\n"
+        "heavy = {'gguf', 'ml_dtypes', 'tokenizers', 'grpc', 'kernels', 'cuda', 'nvmath'}\n"
+        "bad = [m for m in sys.modules if m.split('.')[0] in heavy "
+        "or m.startswith(('engine.checkpoint', 'engine.quantization', 'engine.cuda', 'engine.reference'))]\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

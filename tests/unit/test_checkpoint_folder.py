@@ -80,10 +80,6 @@ def test_raw_bytes_are_those_of_the_file(folder: Path) -> None:
     assert open_checkpoint(folder).tensor("layers.0.attention.q.weight").data.tobytes() == raw.tobytes()
 
 
-def test_generation_defaults_come_along(folder: Path) -> None:
-    assert open_checkpoint(folder).config.generation.eos_token_ids == (2, 0)
-
-
 def test_closing_leaves_tensors_in_hand_alive(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         tensor = checkpoint.tensor("final_norm.weight")
@@ -224,7 +220,6 @@ def test_a_configuration_of_another_model_is_noticed(folder: Path) -> None:
         (lambda f: (f / "config.json").write_text("[]"), "does not hold a JSON object"),
         (lambda f: (f / "config.json").write_bytes(b"\xff\xff"), "not valid JSON"),
         (lambda f: (f / "config.json").write_text("[" * 100_000), "not valid JSON"),
-        (lambda f: (f / "generation_config.json").write_text("nope"), "not valid JSON"),
         (lambda f: (f / "model.safetensors").unlink(), "has no weights"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "convert them to safetensors"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "is empty"),
@@ -421,5 +416,4 @@ def test_fp8_in_fused_experts(scheme: str, tmp_path: Path) -> None:
 
 def test_config_is_that_of_from_hf(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    generation = json.loads((folder / "generation_config.json").read_text())
-    assert open_checkpoint(folder).config == ModelConfig.from_hf(config, generation)
+    assert open_checkpoint(folder).config == ModelConfig.from_hf(config)

@@ -49,12 +49,9 @@ def test_defaults_of_a_bare_llama() -> None:
 
 def test_null_counts_as_absent() -> None:
     config = ModelConfig.from_hf(
-        hf_config(
-            "LlamaForCausalLM", head_dim=None, num_key_value_heads=None, rope_scaling=None, eos_token_id=None
-        )
+        hf_config("LlamaForCausalLM", head_dim=None, num_key_value_heads=None, rope_scaling=None)
     )
     assert _attention(config).head_dim == 16
-    assert config.generation.eos_token_ids == ()
 
 
 def test_heads_need_not_fill_the_hidden_size() -> None:

@@ -1,4 +1,4 @@
-"""What is refused, by name, and what is malformed, by key; quantised weights and generation defaults."""
+"""What is refused, by name, and what is malformed, by key; quantised weights."""
 
 from __future__ import annotations
 
@@ -83,7 +83,6 @@ def test_harmless_unknown_keys_are_ignored() -> None:
         ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
         ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of strings"),
-        ({"eos_token_id": [2, -1]}, "eos_token_id"),
         ({"rope_scaling": [1]}, "rope_scaling must be an object"),
         ({"quantization_config": 4}, "quantization_config must be an object"),
     ],
@@ -163,41 +162,3 @@ def test_other_quantizations_are_refused_by_name(quantization: dict[str, Any], n
 def test_mlx_quantization_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedModelError, match="MLX quantization is not supported"):
         ModelConfig.from_hf(hf_config("LlamaForCausalLM", quantization={"group_size": 64, "bits": 4}))
-
-
-# ---- generation defaults
-
-
-def test_generation_config_wins_over_config() -> None:
-    config = ModelConfig.from_hf(
-        hf_config("Qwen3ForCausalLM", eos_token_id=5, bos_token_id=4),
-        {
-            "eos_token_id": [7, 8],
-            "temperature": 0.6,
-            "top_p": 0.95,
-            "top_k": 20,
-            "do_sample": True,
-            "min_p": 0.0,
-        },
-    )
-    defaults = config.generation
-    assert defaults.eos_token_ids == (7, 8)
-    assert defaults.bos_token_id == 4
-    assert (defaults.temperature, defaults.top_p, defaults.top_k, defaults.min_p) == (0.6, 0.95, 20, 0.0)
-    assert defaults.repetition_penalty is None
-
-
-def test_do_sample_false_means_greedy() -> None:
-    config = ModelConfig.from_hf(hf_config("Qwen3ForCausalLM"), {"do_sample": False, "temperature": 0.6})
-    assert config.generation.temperature == 0.0
-
-
-def test_token_id_zero_is_a_token() -> None:
-    config = ModelConfig.from_hf(hf_config("LlamaForCausalLM", eos_token_id=0, pad_token_id=0))
-    assert config.generation.eos_token_ids == (0,)
-    assert config.generation.pad_token_id == 0
-
-
-def test_malformed_generation_config_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"generation_config.json: top_p must lie between"):
-        ModelConfig.from_hf(hf_config("LlamaForCausalLM"), {"top_p": 3})

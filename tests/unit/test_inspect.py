@@ -30,7 +30,7 @@ def test_every_family_has_a_sound_report(case: object, tmp_path: Path) -> None:
     assert report.bytes_by_precision["q4_0"] < 2 * report.parameters
     assert sum(len(group.layers) for group in report.groups) == report.config.n_layers
     assert report.config.family in report.render()
-    assert "can be served" in report.render()
+    assert "can be loaded" in report.render()
 
 
 def test_numbers_of_a_mixture(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_trouble_is_reported_not_raised(tmp_path: Path) -> None:
     assert report.unused == ("visual.patch.weight",)
     assert len(report.problems) == 1
     text = report.render()
-    for part in ("model.norm.weight", "model.mystery", "visual.patch.weight", "[2, 2]", "cannot be served"):
+    for part in ("model.norm.weight", "model.mystery", "visual.patch.weight", "[2, 2]", "cannot be loaded"):
         assert part in text
 
 

@@ -46,6 +46,16 @@ def test_a_gguf_file_and_a_folder_with_one(tmp_path: Path) -> None:
         resolve_model(str(tmp_path))
 
 
+def test_a_folder_with_one_model_in_parts(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-{number:05d}-of-00003.gguf" for number in (1, 2, 3)]
+    for part in parts:
+        part.write_bytes(CONTENT)
+    assert resolve_model(str(tmp_path)).path == parts[0]
+    parts[0].unlink()
+    with pytest.raises(ModelNotFound, match="several"):
+        resolve_model(str(tmp_path))
+
+
 def test_the_home_folder_may_be_abbreviated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "m.gguf").write_bytes(CONTENT)
@@ -311,6 +321,13 @@ def test_one_file_of_a_repository(hub: Any, tmp_path: Path) -> None:
     assert (asked["repository"], asked["allow_patterns"]) == ("org/model", ["sub/m.gguf"])
     with pytest.raises(ModelNotFound, match=r"has no file other\.gguf"):
         resolve_model("org/model:other.gguf")
+
+
+def test_a_file_in_parts_is_fetched_whole(hub: Any, tmp_path: Path) -> None:
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(CONTENT)
+    asked = hub(lambda options: tmp_path)
+    assert resolve_model("org/model:m-00001-of-00002.gguf").path == tmp_path / "m-00001-of-00002.gguf"
+    assert asked["allow_patterns"] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
 
 
 def test_a_repository_that_is_no_checkpoint(hub: Any, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -10,7 +12,11 @@ import pytest
 from google.protobuf.struct_pb2 import Value
 
 from protos.slipstream.v1 import inference_pb2 as pb
+from service.rpc import validation
 from service.rpc.errors import MAX_VIOLATIONS
+from service.rpc.sampling import MAX_STOP_BYTES, MAX_STOP_STRINGS
+from service.rpc.serving import INLINE_BYTES
+from service.text import StopSet
 from tests.unit.malformed_requests import (
     HI,
     INVALID,
@@ -202,3 +208,30 @@ def test_tokenize_and_detokenize_refuse_bad_input(tiny_checkpoint: Path) -> None
             assert error.code() == NOT_FOUND
 
     run(scenario())
+
+
+def test_many_long_stop_strings_are_prepared_off_the_event_loop(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[int, str]] = []
+
+    def build(stops: Sequence[str]) -> StopSet:
+        built.append((sum(map(len, stops)), threading.current_thread().name))
+        return StopSet(stops)
+
+    monkeypatch.setattr(validation, "StopSet", build)
+    most = [f"{i:04}" + "é" * 510 for i in range(MAX_STOP_STRINGS)]
+    assert {len(stop.encode()) for stop in most} == {MAX_STOP_BYTES}
+
+    async def scenario() -> None:
+        async with rpc_server(tiny_checkpoint) as harness:
+            harness.pool.on_submit = answer_at_once
+            for stops in (most, most[:4], ["a few"]):
+                await harness.inference.Complete(sampling(stop=stops))
+
+    run(scenario())
+    (_, many), (_, some), (_, few) = built
+    assert many.startswith("prompt-reader")
+    assert some.startswith("prompt-reader")
+    assert few == threading.main_thread().name
+    assert sum(len(stop.encode()) for stop in most[:4]) <= INLINE_BYTES

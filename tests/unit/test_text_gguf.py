@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
 from service.text import TextTokenizer, TokenizerError, load_tokenizer
-from service.text.gguf_metadata import read_gguf_metadata
 from service.text.pretokenizers import PRE_TOKENIZERS
 from service.text.token_bytes import byte_level_alphabet
 from tests.unit.text_tools import SAMPLES, gguf_of, texts, trained_byte_level, write_gguf
+from worker.client import read_gguf_metadata
 
 NORMAL, CONTROL, USER, BYTE = (
     int(kind) for kind in (TokenType.NORMAL, TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.BYTE)

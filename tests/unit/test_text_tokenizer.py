@@ -20,7 +20,7 @@ from tokenizers import (
     trainers,
 )
 
-from service.text import GenerationDefaults, TextTokenizer, TokenizerError, load_tokenizer
+from service.text import TextTokenizer, TokenizerError, load_tokenizer
 from tests.unit.text_tools import (
     SAMPLES,
     sentencepiece_reference_decoder,
@@ -28,6 +28,7 @@ from tests.unit.text_tools import (
     texts,
     trained_byte_level,
 )
+from worker.client import GenerationDefaults
 
 
 def save(folder: Path, tokenizer: Tokenizer, **files: Any) -> Path:
@@ -209,7 +210,7 @@ def test_truncation_and_padding_asked_for_by_the_file_are_not_done(
         ({"config": {"text_config": {"eos_token_id": [1, 2]}}}, (1, 2)),
         ({"generation_config": {"eos_token_id": [2, 0]}, "config": {"eos_token_id": 1}}, (2, 0)),
         ({"tokenizer_config": {"eos_token": "!"}, "generation_config": {"eos_token_id": [0, 2]}}, (3, 0, 2)),
-        ({"generation_config": {"eos_token_id": [True, -1, "2", 99_999, None, 1]}}, (1,)),
+        ({"generation_config": {"eos_token_id": [99_999, 1]}}, (1,)),
         ({"special_tokens_map": {"eos_token": {"content": "<|endoftext|>"}}}, (0,)),
     ],
 )
@@ -242,20 +243,18 @@ def test_generation_defaults(byte_level: Tokenizer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
+    ("stated", "problem"),
     [
-        ({}, GenerationDefaults()),
-        ({"do_sample": False, "temperature": 0.7}, GenerationDefaults(temperature=0.0)),
-        ({"temperature": "hot", "top_k": 1.5, "top_p": 0.0, "min_p": 7}, GenerationDefaults()),
-        ({"temperature": True, "top_k": -1, "max_new_tokens": 0}, GenerationDefaults()),
-        ({"repetition_penalty": 0}, GenerationDefaults()),
-        ({"temperature": float("nan"), "top_p": 1}, GenerationDefaults(top_p=1.0)),
+        ({"top_p": 3}, "top_p must lie between"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id must be an integer"),
     ],
 )
-def test_defaults_out_of_range_count_as_not_stated(
-    config: dict[str, Any], expected: GenerationDefaults
+def test_wishes_that_cannot_be_meant_are_told_with_their_file(
+    stated: dict[str, Any], problem: str, byte_level: Tokenizer, tmp_path: Path
 ) -> None:
-    assert GenerationDefaults.from_config(config) == expected
+    save(tmp_path, byte_level, generation_config=stated)
+    with pytest.raises(TokenizerError, match=rf"{tmp_path}/generation_config\.json: {problem}"):
+        load_tokenizer(tmp_path)
 
 
 def test_chat_templates_are_found_wherever_they_stand(byte_level: Tokenizer, tmp_path: Path) -> None:
@@ -288,14 +287,14 @@ def test_chat_templates_are_found_wherever_they_stand(byte_level: Tokenizer, tmp
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("tokenizer.json", "{", "cannot be read"),
+        ("tokenizer.json", "{", "not valid JSON"),
         ("tokenizer.json", "[]", "JSON object"),
         ("tokenizer.json", "{}", "no tokenizer model"),
         ("tokenizer.json", '{"model": {"type": "Nonsense"}}', "cannot be read"),
-        ("tokenizer_config.json", "nonsense", "tokenizer_config.json cannot be read"),
+        ("tokenizer_config.json", "nonsense", "tokenizer_config.json is not valid JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "does not compile"),
-        ("generation_config.json", "\xff", "generation_config.json cannot be read"),
-        ("config.json", "[" * 100_000, "config.json cannot be read"),
+        ("generation_config.json", "\xff", "generation_config.json is not valid JSON"),
+        ("config.json", "[" * 100_000, "config.json is not valid JSON"),
     ],
 )
 def test_broken_files_give_one_clear_error(
