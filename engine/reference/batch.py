@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.interface import PAGE_SIZE
-from engine.reference.arrays import IntArray
+from engine.reference.arrays import BoolArray, IntArray
 from engine.reference.row_widths import Widths
 
 
@@ -20,6 +20,8 @@ class Segment:
     start: int
     """Position of tokens[0]."""
     tokens: IntArray
+    is_decode: bool = False
+    """The one token was sampled, and is not part of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class RaggedBatch:
     """Rows that are not padding."""
     slots: IntArray
     """int32 [segments]."""
+    is_decode: BoolArray
+    """bool [segments]."""
     starts: IntArray
     """int32 [segments]: position of each segment's first row."""
     offsets: IntArray
@@ -69,6 +73,7 @@ def make_batch(segments: Ordered[Segment], block_tables: IntArray, widths: Width
         positions=positions,
         rows=rows,
         slots=slots,
+        is_decode=np.array([segment.is_decode for segment in segments], np.bool_),
         starts=np.array([segment.start for segment in segments], np.int32),
         offsets=offsets,
         block_tables=block_tables[slots],

@@ -36,8 +36,10 @@ class ReferenceEngine(Engine):
     """A model on the host's cores, in float32.
 
     What a sequence gets depends on its own tokens alone, bit for bit: not on what shares its batch, how
-    its prompt is cut into chunks, or which pages came from another slot. See row_widths for the ground
-    this stands on, and `info.fallbacks` if the host's BLAS does not give it.
+    its prompt is cut into chunks, or which pages came from another slot. One thing is excepted: a model
+    with recurrent state that is resumed runs its output as prompt, in another form of the recurrence,
+    which agrees closely. See row_widths for the ground this stands on, and `info.fallbacks` if the
+    host's BLAS does not give it.
     """
 
     def __init__(

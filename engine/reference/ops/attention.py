@@ -1,9 +1,10 @@
 """Causal attention over KV pages, for ragged segments. Knows no slot and no layer.
 
 A query row's result has the same bits whatever chunk or batch it is computed in. Scores are taken page
-by page; the maximum over all pages is exact in any order; weights are summed inside each page and then
-over the pages in order; so are the weighted values. Pages that a row may not see add exact zeros. The
-products with a page run at a proved number of columns (see row_widths).
+by page; the maximum over all pages is exact in any order; weights are summed over the pages in order,
+for each place in a page, and then over the places; weighted values are summed inside each page and then
+over the pages in order. Pages that a row may not see add exact zeros. The products with a page run at a
+proved number of columns (see row_widths).
 """
 
 from __future__ import annotations
@@ -164,11 +165,10 @@ def _mask(
 
 def _weigh(scores: FloatArray, v_pages: FloatArray, pages: IntArray) -> FloatArray:
     """softmax over all keys, times the values: float32 [kv heads, columns, head_dim]. Spoils scores."""
-    peak = np.maximum.reduce(scores, axis=(0, 2), keepdims=True)
+    peak = np.maximum.reduce(np.maximum.reduce(scores, axis=0), axis=1, keepdims=True)
     scores -= peak
     weights = np.exp(scores, out=scores)
-    page_sums = np.add.reduce(weights, axis=2)
-    total = np.add.reduce(page_sums, axis=0)
+    total = np.add.reduce(np.add.reduce(weights, axis=0), axis=1)
     n_kv_heads, columns, head_dim = v_pages.shape[1], scores.shape[3], v_pages.shape[3]
     transposed = weights.swapaxes(2, 3)
     if len(pages) * n_kv_heads * columns * head_dim <= _BATCHED_VALUES:
