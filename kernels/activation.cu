@@ -10,7 +10,9 @@ namespace {
 
 constexpr int kVector = 8;
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) {
+    return x / (1.0f + __expf(-x));
+}
 
 // The tanh form: 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))).
 __device__ __forceinline__ float gelu_tanh(float x) {
@@ -19,11 +21,11 @@ __device__ __forceinline__ float gelu_tanh(float x) {
 
 }  // namespace
 
-// out[r, i] = act(gate_up[r, i]) · gate_up[r, inter + i]. gate_up: bf16 [rows, 2·inter]; out: bf16 [rows, inter].
-// One thread for 8 elements; grid (⌈inter / (8·blockDim)⌉, rows); inter % 8 = 0.
+// out[r, i] = act(gate_up[r, i]) · gate_up[r, inter + i]. gate_up: bf16 [rows, 2·inter]; out: bf16 [rows,
+// inter]. One thread for 8 elements; grid (⌈inter / (8·blockDim)⌉, rows); inter % 8 = 0.
 template <bool kGelu>
-__global__ void __launch_bounds__(256) gated_activation(const bf16* __restrict__ gate_up, bf16* __restrict__ out,
-                                                        int32 inter) {
+__global__ void __launch_bounds__(256)
+    gated_activation(const bf16* __restrict__ gate_up, bf16* __restrict__ out, int32 inter) {
     wait_for_previous_kernels();
     allow_next_kernel();
     const int column = (blockIdx.x * blockDim.x + threadIdx.x) * kVector;

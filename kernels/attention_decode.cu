@@ -16,17 +16,18 @@ using namespace slipstream;
 namespace {
 
 constexpr int kGroupMax = 16;  // query heads per kv head: one mma tile
-constexpr int kMergePad = 8;   // floats; keeps the merge's rows in different banks
+constexpr int kMergeWarps = 4;
+constexpr int kMergePad = 8;  // floats; keeps the merge's rows in different banks
 
 // One stretch of one row's keys. Written by plan_decode, read by attention_decode.
 struct alignas(16) Split {
     int32 row;
     int32 slot;
-    int32 key_begin;   // multiple of 64
+    int32 key_begin;  // multiple of 64
     int32 key_end;
     int32 window_begin;  // first key that the row sees
-    int32 index;       // among the row's splits
-    int32 count;       // of the row's splits
+    int32 index;         // among the row's splits
+    int32 count;         // of the row's splits
     int32 unused;
 };
 
@@ -88,7 +89,7 @@ struct TileStream {
     int32 n_kv_heads;
     int32 n_items;
     int32 item;
-    int32 key;      // of the tile's first row; in range while item < n_items
+    int32 key;  // of the tile's first row; in range while item < n_items
     int32 key_end;
     int32 slot;
     int32 page;
@@ -96,7 +97,9 @@ struct TileStream {
     int32 next_begin;
     int32 next_end;
 
-    __device__ __forceinline__ void fetch_page() { page = block_table[int64(slot) * table_width + key / kPageSize]; }
+    __device__ __forceinline__ void fetch_page() {
+        page = block_table[int64(slot) * table_width + key / kPageSize];
+    }
 
     __device__ __forceinline__ void fetch_next() {
         if (item + int32(gridDim.x) >= n_items) return;
@@ -134,10 +137,12 @@ struct TileStream {
 
     // Starts the copy of the current tile's keys and values. Values past the context become 0: whatever the
     // page holds there must not reach 0 · value.
-    __device__ __forceinline__ void load(const bf16* k_pages, const bf16* v_pages, uint32 stage, int lane) const {
+    __device__ __forceinline__ void load(const bf16* k_pages, const bf16* v_pages, uint32 stage,
+                                         int lane) const {
         if (item >= n_items) return;
         using Layout = TileLayout<kHeadDim>;
-        const int64 base = ((int64(page) * n_kv_heads + item % n_kv_heads) * kPageSize + key % kPageSize) * kHeadDim;
+        const int64 base =
+            ((int64(page) * n_kv_heads + item % n_kv_heads) * kPageSize + key % kPageSize) * kHeadDim;
 #pragma unroll
         for (int i = 0; i < kKeys * Layout::kChunks / 32; ++i) {
             const int chunk = i * 32 + lane;
@@ -188,16 +193,19 @@ struct QueryFetch {
         for (int i = 0; i < kEach; ++i) {
             const int chunk = i * kThreads + threadIdx.x;
             if (chunk < group * Layout::kChunks)
-                *reinterpret_cast<uint4*>(target + Layout::offset(chunk / Layout::kChunks, chunk % Layout::kChunks)) = parts[i];
+                *reinterpret_cast<uint4*>(
+                    target + Layout::offset(chunk / Layout::kChunks, chunk % Layout::kChunks)) = parts[i];
         }
     }
 };
 
 // Adds the keys key0 … of one stage that lie in key_begin … key_end − 1.
 template <int kHeadDim, int kKeys, bool kSoftcap>
-__device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 lane_queries, uint32 stage, int key0, int key_begin, int key_end, float scale,
-                                            float softcap, int lane) {
+__device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 lane_queries, uint32 stage,
+                                            int key0, int key_begin, int key_end, float scale, float softcap,
+                                            int lane) {
     float scores[kKeys / 8][4] = {};
+    float others[kKeys / 8][4] = {};  // odd steps: two chains of products halve the wait for each
     const uint32 lane_keys = stage + lane_offset_keys<kHeadDim>(lane);
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -207,8 +215,8 @@ __device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 l
         for (int n = 0; n < kKeys / 16; ++n) {
             uint32 keys[4];
             load_matrix_x4(keys, step_address<kHeadDim>(lane_keys, n * 16, step));
-            mma_bf16(scores[2 * n], heads, keys[0], keys[1]);
-            mma_bf16(scores[2 * n + 1], heads, keys[2], keys[3]);
+            mma_bf16(step % 2 ? others[2 * n] : scores[2 * n], heads, keys[0], keys[1]);
+            mma_bf16(step % 2 ? others[2 * n + 1] : scores[2 * n + 1], heads, keys[2], keys[3]);
         }
     }
     const bool whole = key0 >= key_begin && key0 + kKeys <= key_end;
@@ -218,7 +226,7 @@ __device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 l
         for (int j = 0; j < 4; ++j) {
             const int key = key0 + n * 8 + (lane % 4) * 2 + (j & 1);
             const bool seen = whole || (key >= key_begin && key < key_end);
-            scores[n][j] = seen ? capped<kSoftcap>(scores[n][j], scale, softcap) : -INFINITY;
+            scores[n][j] = seen ? capped<kSoftcap>(scores[n][j] + others[n][j], scale, softcap) : -INFINITY;
         }
     }
     weigh(scores, acc.out, acc.rows, score_unit<kSoftcap>(scale));
@@ -245,7 +253,8 @@ struct Merge {
     float2* totals;  // shared [kWarps][kGroupMax]: maximum, sum
     int group;
 
-    __device__ __forceinline__ void put(const Accumulator<kHeadDim>& acc, float unit, int warp, int lane) const {
+    __device__ __forceinline__ void put(const Accumulator<kHeadDim>& acc, float unit, int warp,
+                                        int lane) const {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const float sum = acc.rows[half].total();
@@ -255,7 +264,8 @@ struct Merge {
             float* target = out + (warp * group + row) * kStride + (lane % 4) * 2;
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n)
-                *reinterpret_cast<float2*>(target + n * 8) = make_float2(acc.out[n][half * 2], acc.out[n][half * 2 + 1]);
+                *reinterpret_cast<float2*>(target + n * 8) =
+                    make_float2(acc.out[n][half * 2], acc.out[n][half * 2 + 1]);
         }
     }
 };
@@ -286,25 +296,26 @@ __device__ __forceinline__ float2 merge_parts(float4& merged, int count, Values 
 
 __device__ __forceinline__ void store_quotient(bf16* target, float4 value, float sum) {
     const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-    *reinterpret_cast<uint2*>(target) =
-        make_uint2(pack_bf16(value.x * inverse, value.y * inverse), pack_bf16(value.z * inverse, value.w * inverse));
+    *reinterpret_cast<uint2*>(target) = make_uint2(pack_bf16(value.x * inverse, value.y * inverse),
+                                                   pack_bf16(value.z * inverse, value.w * inverse));
 }
 
 }  // namespace
 
 // query, out: bf16 [rows, n_heads, kHeadDim]; k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim];
 // block_table: int32 [slots, table_width]; splits, n_splits: from plan_decode. partial_out: float32
-// [splits, n_heads, kHeadDim]; partial_totals: float2 [splits, n_heads]. Rows of one split go to `out`, others to
-// the partial results. The launch right before must be the one that wrote the newest keys and queries, and must not
-// be plan_decode: the plan and older keys are read while it still runs. Grid: any number of blocks. Dynamic shared memory: kWarps·kStages stages, two tiles of
-// queries, the merge's rows.
+// [splits, n_heads, kHeadDim]; partial_totals: float2 [splits, n_heads]. Rows of one split go to `out`, others
+// to the partial results. The launch right before must be the one that wrote the newest keys and queries, and
+// must not be plan_decode: the plan and older keys are read while it still runs. Grid: any number of blocks.
+// Dynamic shared memory: kWarps·kStages stages, two tiles of queries, the merge's rows.
 template <int kHeadDim, int kKeys, int kWarps, int kStages, bool kSoftcap>
 __global__ void __launch_bounds__(kWarps * 32, 1)
-    attention_decode(const bf16* __restrict__ query, const bf16* __restrict__ k_pages, const bf16* __restrict__ v_pages,
-                     const int32* __restrict__ block_table, const Split* __restrict__ splits,
-                     const int32* __restrict__ n_splits, float* __restrict__ partial_out,
-                     float2* __restrict__ partial_totals, bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads,
-                     int32 table_width, float scale, float softcap) {
+    attention_decode(const bf16* __restrict__ query, const bf16* __restrict__ k_pages,
+                     const bf16* __restrict__ v_pages, const int32* __restrict__ block_table,
+                     const Split* __restrict__ splits, const int32* __restrict__ n_splits,
+                     float* __restrict__ partial_out, float2* __restrict__ partial_totals,
+                     bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads, int32 table_width, float scale,
+                     float softcap) {
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
     __shared__ float2 warp_totals[kWarps * kGroupMax];
     constexpr int kStageBytes = 2 * kKeys * kHeadDim * 2;
@@ -315,7 +326,8 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     const int query_bytes = query_rows * kHeadDim * 2;
     const uint32 ring = shared_address(shared) + warp * kStages * kStageBytes;
     unsigned char* queries = shared + kWarps * kStages * kStageBytes;
-    const Merge<kHeadDim, kWarps> merge{reinterpret_cast<float*>(queries + 2 * query_bytes), warp_totals, group};
+    const Merge<kHeadDim, kWarps> merge{reinterpret_cast<float*>(queries + 2 * query_bytes), warp_totals,
+                                        group};
     for (int i = threadIdx.x; i < 2 * query_bytes / 16; i += kWarps * 32)  // heads past the group stay zeros
         reinterpret_cast<uint4*>(queries)[i] = make_uint4(0, 0, 0, 0);
     __syncthreads();
@@ -385,7 +397,10 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
             float4 merged;
             const float2 totals = merge_parts<kWarps>(
                 merged, kWarps,
-                [&](int w) { return *reinterpret_cast<const float4*>(merge.out + (w * group + head) * merge.kStride + column); },
+                [&](int w) {
+                    return *reinterpret_cast<const float4*>(merge.out + (w * group + head) * merge.kStride +
+                                                            column);
+                },
                 [&](int w) { return warp_totals[w * kGroupMax + head]; });
             if (split.count == 1) {
                 store_quotient(out + (first_head + head) * kHeadDim + column, merged, totals.y);
@@ -400,24 +415,35 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
     copy_async_wait<0>();
 }
 
-// After attention_decode: out of the rows that have several splits. row_splits: from plan_decode. One thread for
-// four columns; grid (⌈n_heads·head_dim / 512⌉, rows), 128 threads.
-__global__ void __launch_bounds__(128)
+// After attention_decode: out of the rows that have several splits. row_splits: from plan_decode. A block takes
+// 128 columns, four of them a thread; its four warps share out the splits. Grid (n_heads·head_dim / 128, rows).
+__global__ void __launch_bounds__(kMergeWarps * 32)
     merge_splits(const RowSplits* __restrict__ row_splits, const float* __restrict__ partial_out,
-                 const float2* __restrict__ partial_totals, bf16* __restrict__ out, int32 n_heads, int32 head_dim) {
+                 const float2* __restrict__ partial_totals, bf16* __restrict__ out, int32 n_heads,
+                 int32 head_dim) {
+    __shared__ float4 values[kMergeWarps][32];
+    __shared__ float2 totals[kMergeWarps][32];
     wait_for_previous_kernels();
     allow_next_kernel();
-    const int row = blockIdx.y;
-    const int column = (blockIdx.x * 128 + threadIdx.x) * 4;
+    const int64 row = blockIdx.y;
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int column = blockIdx.x * 128 + lane * 4;
     const RowSplits parts = row_splits[row];
-    if (parts.count == 1 || column >= n_heads * head_dim) return;
-    const int64 first = int64(parts.first) * n_heads + column / head_dim;
-    float4 merged;
-    const float2 totals = merge_parts<8>(
-        merged, parts.count,
+    if (parts.count == 1 || (column >= n_heads * head_dim)) return;
+    const int64 first = (int64(parts.first) + warp) * n_heads + column / head_dim;
+    const int64 stride = int64(kMergeWarps) * n_heads;
+    totals[warp][lane] = merge_parts<8>(
+        values[warp][lane], (parts.count - warp + kMergeWarps - 1) / kMergeWarps,
         [&](int s) {
-            return *reinterpret_cast<const float4*>(partial_out + (first + int64(s) * n_heads) * head_dim + column % head_dim);
+            return *reinterpret_cast<const float4*>(partial_out + (first + s * stride) * head_dim +
+                                                    column % head_dim);
         },
-        [&](int s) { return partial_totals[first + int64(s) * n_heads]; });
-    store_quotient(out + int64(row) * n_heads * head_dim + column, merged, totals.y);
+        [&](int s) { return partial_totals[first + s * stride]; });
+    __syncthreads();
+    if (warp != 0) return;
+    float4 merged;
+    const float2 total = merge_parts<kMergeWarps>(
+        merged, kMergeWarps, [&](int w) { return values[w][lane]; }, [&](int w) { return totals[w][lane]; });
+    store_quotient(out + row * n_heads * head_dim + column, merged, total.y);
 }

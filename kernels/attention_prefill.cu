@@ -14,7 +14,7 @@ namespace {
 // One block's rows. Made by the host: kernels/attention_prefill.py.
 struct alignas(16) QueryTile {
     int32 slot;
-    int32 segment_row;   // row of the segment's first token in query and out
+    int32 segment_row;  // row of the segment's first token in query and out
     int32 segment_length;
     int32 start;         // position of that token
     int32 first_packed;  // this tile's first packed row
@@ -31,8 +31,8 @@ struct PrefillShape {
 
 // Fills the block's query tile. Packed rows past the segment become zeros.
 template <typename Shape, int kHeadDim>
-__device__ __forceinline__ void load_queries(const bf16* query, const QueryTile& tile, uint32 target, int n_heads,
-                                             int kv_head, int group) {
+__device__ __forceinline__ void load_queries(const bf16* query, const QueryTile& tile, uint32 target,
+                                             int n_heads, int kv_head, int group) {
     using Layout = TileLayout<kHeadDim>;
 #pragma unroll 4
     for (int i = threadIdx.x; i < Shape::kRows * Layout::kChunks; i += Shape::kThreads) {
@@ -41,15 +41,17 @@ __device__ __forceinline__ void load_queries(const bf16* query, const QueryTile&
         const int packed = tile.first_packed + row;
         const int position = packed / group;
         const bool valid = position < tile.segment_length;
-        const int64 head_row = int64(tile.segment_row + (valid ? position : 0)) * n_heads + kv_head * group + packed % group;
+        const int64 head_row =
+            int64(tile.segment_row + (valid ? position : 0)) * n_heads + kv_head * group + packed % group;
         copy_async_16(target + Layout::offset(row, chunk), query + head_row * kHeadDim + chunk * 8, valid);
     }
 }
 
 // Fills a stage with keys key0 … of one page. Keys from key_end on become zeros.
 template <typename Shape, int kHeadDim, int kKeys>
-__device__ __forceinline__ void load_key_tile(const bf16* k_pages, const bf16* v_pages, const int32* pages, int kv_head,
-                                              int n_kv_heads, int key0, int key_end, uint32 stage) {
+__device__ __forceinline__ void load_key_tile(const bf16* k_pages, const bf16* v_pages, const int32* pages,
+                                              int kv_head, int n_kv_heads, int key0, int key_end,
+                                              uint32 stage) {
     using Layout = TileLayout<kHeadDim>;
     const int64 page_head = int64(pages[key0 / kPageSize]) * n_kv_heads + kv_head;
     const int64 base = (page_head * kPageSize + key0 % kPageSize) * kHeadDim;
@@ -66,8 +68,8 @@ __device__ __forceinline__ void load_key_tile(const bf16* k_pages, const bf16* v
 
 // Sets the scores of keys that their rows may not see to −inf. Only tiles at the ends of a row's range need it.
 template <int kPairs>
-__device__ __forceinline__ void hide_unseen(float (&scores)[kPairs][4], const QueryTile& tile, int packed, int group,
-                                            int first_key, int window) {
+__device__ __forceinline__ void hide_unseen(float (&scores)[kPairs][4], const QueryTile& tile, int packed,
+                                            int group, int first_key, int window) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int position = tile.start + (packed + half * 8) / group;
@@ -85,14 +87,15 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kPairs][4], const Qu
 }  // namespace
 
 // query, out: bf16 [rows, n_heads, kHeadDim]; k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim];
-// block_table: int32 [slots, table_width]; tiles: int32 [·, 8], n_tiles: int32 [1]; window: keys a row sees, 0 for
-// all; softcap: 0 for none. Rows of out that no tile covers are not written. Grid (n_kv_heads, most tiles).
+// block_table: int32 [slots, table_width]; tiles: int32 [·, 8], n_tiles: int32 [1]; window: keys a row sees, 0
+// for all; softcap: 0 for none. Rows of out that no tile covers are not written. Grid (n_kv_heads, most tiles).
 template <int kHeadDim, int kWarps, int kTilesM, int kKeys, int kMinBlocks, bool kSoftcap>
 __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
-    attention_prefill(const bf16* __restrict__ query, const bf16* __restrict__ k_pages, const bf16* __restrict__ v_pages,
-                      const int32* __restrict__ block_table, const QueryTile* __restrict__ tiles,
-                      const int32* __restrict__ n_tiles, bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads,
-                      int32 table_width, int32 window, float scale, float softcap) {
+    attention_prefill(const bf16* __restrict__ query, const bf16* __restrict__ k_pages,
+                      const bf16* __restrict__ v_pages, const int32* __restrict__ block_table,
+                      const QueryTile* __restrict__ tiles, const int32* __restrict__ n_tiles,
+                      bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads, int32 table_width, int32 window,
+                      float scale, float softcap) {
     using Shape = PrefillShape<kHeadDim, kWarps, kTilesM, kKeys>;
     using Layout = TileLayout<kHeadDim>;
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
@@ -115,10 +118,12 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
     const int last_position =
         tile.start + min((tile.first_packed + Shape::kRows - 1) / group, tile.segment_length - 1);
     const int key_end = last_position + 1;
-    const int key_begin = window > 0 && first_position >= window ? (first_position - window + 1) / kKeys * kKeys : 0;
+    const int key_begin =
+        window > 0 && first_position >= window ? (first_position - window + 1) / kKeys * kKeys : 0;
 
     load_queries<Shape, kHeadDim>(query, tile, queries, n_heads, kv_head, group);
-    load_key_tile<Shape, kHeadDim, kKeys>(k_pages, v_pages, pages, kv_head, n_kv_heads, key_begin, key_end, ring);
+    load_key_tile<Shape, kHeadDim, kKeys>(k_pages, v_pages, pages, kv_head, n_kv_heads, key_begin, key_end,
+                                          ring);
     copy_async_commit();
 
     const float unit = score_unit<kSoftcap>(scale);
@@ -133,8 +138,8 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
         copy_async_wait<0>();
         __syncthreads();
         if (key0 + kKeys < key_end)
-            load_key_tile<Shape, kHeadDim, kKeys>(k_pages, v_pages, pages, kv_head, n_kv_heads, key0 + kKeys, key_end,
-                                                  ring + (stage ^ 1) * 2 * Shape::kTileBytes);
+            load_key_tile<Shape, kHeadDim, kKeys>(k_pages, v_pages, pages, kv_head, n_kv_heads, key0 + kKeys,
+                                                  key_end, ring + (stage ^ 1) * 2 * Shape::kTileBytes);
         copy_async_commit();
         const uint32 keys_tile = ring + stage * 2 * Shape::kTileBytes;
         stage ^= 1;
@@ -168,7 +173,8 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
         if (key0 + kKeys - 1 > first_position || (window > 0 && key0 <= last_position - window)) {
 #pragma unroll
             for (int m = 0; m < kTilesM; ++m)
-                hide_unseen<kKeys / 8>(scores[m], tile, tile.first_packed + (warp * kTilesM + m) * 16 + lane / 4, group,
+                hide_unseen<kKeys / 8>(scores[m], tile,
+                                       tile.first_packed + (warp * kTilesM + m) * 16 + lane / 4, group,
                                        key0 + (lane % 4) * 2, window);
         }
 #pragma unroll
@@ -181,8 +187,8 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
 #pragma unroll
             for (int pair = 0; pair < kHeadDim / 16; ++pair) {
                 uint32 columns[4];
-                load_matrix_x4_transposed(columns,
-                                          step_address<kHeadDim>(keys_tile + Shape::kTileBytes + lane_values, n * 16, pair));
+                load_matrix_x4_transposed(
+                    columns, step_address<kHeadDim>(keys_tile + Shape::kTileBytes + lane_values, n * 16, pair));
 #pragma unroll
                 for (int m = 0; m < kTilesM; ++m) {
                     mma_bf16(acc[m][2 * pair], weights[m], columns[0], columns[1]);
@@ -216,7 +222,8 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
             const int packed = tile.first_packed + row;
             const int position = packed / group;
             if (position >= tile.segment_length) continue;
-            const int64 head_row = int64(tile.segment_row + position) * n_heads + kv_head * group + packed % group;
+            const int64 head_row =
+                int64(tile.segment_row + position) * n_heads + kv_head * group + packed % group;
             *reinterpret_cast<uint4*>(out + head_row * kHeadDim + chunk * 8) =
                 *reinterpret_cast<const uint4*>(shared + Layout::offset(row, chunk));
         }

@@ -72,7 +72,9 @@ def pick_variant(limits: DeviceLimits, head_dim: int, softcap: bool = False) -> 
         fits = variant.shared_bytes + 2048 <= limits.shared_bytes_per_block
         if variant.head_dim == head_dim and variant.softcap == softcap and fits:
             return variant
-    raise ValueError(f"{SOURCE}: no variant for head_dim {head_dim} in {limits.shared_bytes_per_block} B of shared memory")
+    raise ValueError(
+        f"{SOURCE}: no variant for head_dim {head_dim} in {limits.shared_bytes_per_block} B of shared memory"
+    )
 
 
 def tile_list(

@@ -102,7 +102,8 @@ def default_cache_folder() -> Path:
 
 def nvrtc_version() -> tuple[int, int]:
     """Major and minor version of the NVRTC library in use."""
-    return tuple(_check(nvrtc.nvrtcVersion(), "nvrtcVersion"))  # type: ignore[return-value]
+    major, minor = _check(nvrtc.nvrtcVersion(), "nvrtcVersion")
+    return int(major), int(minor)
 
 
 def compile_units(

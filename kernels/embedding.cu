@@ -9,9 +9,10 @@ using namespace slipstream;
 // becomes zeros, so that padding stays finite. table: bf16 [vocab, hidden]; out: Residual [rows, hidden].
 // One block a row; hidden % 8 = 0.
 template <typename Residual>
-__global__ void __launch_bounds__(256) embed(const bf16* __restrict__ table, const int32* __restrict__ tokens,
-                                             const int32* __restrict__ row_slot, const int32* __restrict__ slot_token,
-                                             Residual* __restrict__ out, int32 vocab, int32 hidden, float scale) {
+__global__ void __launch_bounds__(256)
+    embed(const bf16* __restrict__ table, const int32* __restrict__ tokens, const int32* __restrict__ row_slot,
+          const int32* __restrict__ slot_token, Residual* __restrict__ out, int32 vocab, int32 hidden,
+          float scale) {
     constexpr int kVector = 8;
     wait_for_previous_kernels();
     allow_next_kernel();

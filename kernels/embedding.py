@@ -34,7 +34,9 @@ def embed(
     vocab = table.shape[0]
     expect(SOURCE, "table", table, DType.BF16, (vocab, hidden))
     if out.dtype not in _EXPRESSIONS or hidden % 8:
-        raise ValueError(f"{SOURCE}: out must be float32 or bf16 with hidden a multiple of 8, got {out.dtype.value} [{hidden}]")
+        raise ValueError(
+            f"{SOURCE}: out must be float32 or bf16, hidden a multiple of 8; got {out.dtype.value} [{hidden}]"
+        )
     if (tokens is None) == (row_slot is None) or (row_slot is None) != (slot_token is None):
         raise ValueError(f"{SOURCE}: give either tokens, or row_slot and slot_token")
     if tokens is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +36,12 @@ class Dim3(NamedTuple):
 class _LaunchAttribute(ctypes.Structure):
     """CUlaunchAttribute: an id, and a value in a 64-byte union at offset 8."""
 
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("pad", ctypes.c_int),
+        ("value", ctypes.c_int),
+        ("rest", ctypes.c_char * 60),
+    )
 
 
 class _LaunchConfig(ctypes.Structure):
@@ -54,21 +60,15 @@ class _LaunchConfig(ctypes.Structure):
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
-_launch_ex: Any = None
 
-
+@cache
 def _driver_launch() -> Any:
     """cuLaunchKernelEx as a plain C function. It keeps the GIL: a launch is shorter than giving it up."""
-    global _launch_ex
-    if _launch_ex is None:
-        status, address, _ = driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0)
-        if int(status) != 0:
-            raise KernelError(f"the driver has no cuLaunchKernelEx (needs CUDA 12 or newer): {status.name}")
-        prototype = ctypes.PYFUNCTYPE(
-            ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p
-        )
-        _launch_ex = prototype(int(address))
-    return _launch_ex
+    status, address, _ = driver.cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0)
+    if int(status) != 0:
+        raise KernelError(f"the driver has no cuLaunchKernelEx (needs CUDA 12 or newer): {status.name}")
+    pointer = ctypes.c_void_p
+    return ctypes.PYFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, pointer)(int(address))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,17 @@ class Kernel:
 class Launch:
     """One kernel call, ready to be enqueued any number of times; holds no memory but its own arguments."""
 
-    __slots__ = ("_attribute", "_config", "_config_address", "_function", "_launch", "_pointers", "_pointers_address",
-                 "_values", "kernel")  # fmt: skip
+    __slots__ = (
+        "_attribute",
+        "_config",
+        "_config_address",
+        "_function",
+        "_launch",
+        "_pointers",
+        "_pointers_address",
+        "_values",
+        "kernel",
+    )
 
     def __init__(
         self, kernel: Kernel, grid: Dim3, block: Dim3, arguments: Sequence[Argument], *, shared_bytes: int = 0
@@ -114,7 +123,7 @@ class Launch:
             raise KernelLaunchError(self.kernel.name, shape, error_text(status))
 
     def rebind(self, index: int, value: int | float) -> None:
-        """Changes argument `index` (an address or a number) for later calls; captured graphs keep the old one."""
+        """Changes argument `index` (an address or a number) for later calls, not for captured graphs."""
         self._values[index].value = value
 
 
@@ -129,7 +138,9 @@ def _packed(argument: Argument) -> Any:
         return ctypes.c_uint64(argument.address)
     if isinstance(argument, ctypes.Structure):
         return type(argument).from_buffer_copy(argument)
-    return type(argument)(argument.value)
+    if isinstance(argument, ctypes.c_float):
+        return ctypes.c_float(argument.value)
+    return type(argument)(int(argument.value))
 
 
 def error_text(status: int) -> str:
@@ -147,7 +158,9 @@ class KernelLibrary:
 
     def __init__(self, compiled: Sequence[CompiledUnit], *, dependent_launch: bool) -> None:
         """dependent_launch: use programmatic dependent launch (compute capability 9.0 and newer)."""
-        self._compiled = {(unit.unit.source, name): unit for unit in compiled for name in unit.unit.expressions}
+        self._compiled = {
+            (unit.unit.source, name): unit for unit in compiled for name in unit.unit.expressions
+        }
         self._modules: dict[int, Any] = {}
         self._kernels: dict[tuple[str, str], Kernel] = {}
         self._dependent_launch = dependent_launch

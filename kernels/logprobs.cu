@@ -21,8 +21,8 @@ struct ChunkLogprobs {
 };
 
 // How many alternatives a row wants; −1: nothing at all.
-__device__ __forceinline__ int32 wanted(const int32* alternatives, const int32* row_slot, const SlotArrays& slots, int row,
-                                        int32 target) {
+__device__ __forceinline__ int32 wanted(const int32* alternatives, const int32* row_slot,
+                                        const SlotArrays& slots, int row, int32 target) {
     if (target < 0) return -1;
     if (alternatives) return min(alternatives[row], kMostAlternatives);
     const int32 slot = row_slot[row];
@@ -31,13 +31,13 @@ __device__ __forceinline__ int32 wanted(const int32* alternatives, const int32* 
 
 }  // namespace
 
-// logits: Logit [rows, stride]. targets: int32 [rows], −1: skip the row. alternatives: int32 [rows] (−1: skip), or
-// null: what the row's slot asks for. parts: ChunkLogprobs [rows, chunks]. Grid (chunks, rows), 256 threads.
+// logits: Logit [rows, stride]. targets: int32 [rows], −1: skip the row. alternatives: int32 [rows] (−1: skip),
+// or null: what the row's slot asks for. parts: ChunkLogprobs [rows, chunks]. Grid (chunks, rows), 256 threads.
 template <typename Logit>
 __global__ void __launch_bounds__(kThreads, 2)
     logprob_chunks(const Logit* __restrict__ logits, const int32* __restrict__ targets,
-                   const int32* __restrict__ alternatives, const int32* __restrict__ row_slot, const SlotArrays slots,
-                   ChunkLogprobs* __restrict__ parts, int32 stride) {
+                   const int32* __restrict__ alternatives, const int32* __restrict__ row_slot,
+                   const SlotArrays slots, ChunkLogprobs* __restrict__ parts, int32 stride) {
     constexpr int kEach = kChunk / kThreads;
     __shared__ uint64 reduction[2][32];
     __shared__ double sums[32];
@@ -94,9 +94,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <typename Logit>
 __global__ void __launch_bounds__(kThreads)
     logprob_rows(const Logit* __restrict__ logits, const int32* __restrict__ targets,
-                 const int32* __restrict__ alternatives, const int32* __restrict__ row_slot, const SlotArrays slots,
-                 const ChunkLogprobs* __restrict__ parts, float* __restrict__ logprobs, int32* __restrict__ ranks,
-                 int32* __restrict__ top_ids, float* __restrict__ top_logprobs, int32 stride, int32 n_chunks) {
+                 const int32* __restrict__ alternatives, const int32* __restrict__ row_slot,
+                 const SlotArrays slots, const ChunkLogprobs* __restrict__ parts, float* __restrict__ logprobs,
+                 int32* __restrict__ ranks, int32* __restrict__ top_ids, float* __restrict__ top_logprobs,
+                 int32 stride, int32 n_chunks) {
     __shared__ uint64 reduction[2][32];
     __shared__ double sums[32];
     wait_for_previous_kernels();

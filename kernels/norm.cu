@@ -21,10 +21,10 @@ constexpr int kVector = 8;  // elements a thread handles at once: 16 bytes of bf
 // out: bf16 [rows, hidden]; with kQuantize e4m3 [rows, hidden] and scale float32 [rows] = amax / 448.
 // blockDim.x · 8 · kChunks ≥ hidden; hidden % 8 = 0.
 template <typename Residual, bool kQuantize, int kChunks>
-__global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ residual, const bf16* __restrict__ delta,
-                                                     const bf16* __restrict__ weight, const int32* __restrict__ row_index,
-                                                     void* __restrict__ out, float* __restrict__ scale, int32 hidden,
-                                                     float epsilon, float weight_offset) {
+__global__ void __launch_bounds__(1024)
+    add_rms_norm(Residual* __restrict__ residual, const bf16* __restrict__ delta,
+                 const bf16* __restrict__ weight, const int32* __restrict__ row_index, void* __restrict__ out,
+                 float* __restrict__ scale, int32 hidden, float epsilon, float weight_offset) {
     __shared__ float scratch[2][32];
     float scaling[kChunks][kVector];  // weights do not depend on earlier kernels: fetched before the wait
 #pragma unroll
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ resi
             float added[kVector];
             load_floats(delta + row * hidden + column, added);
 #pragma unroll
-            for (int j = 0; j < kVector; ++j) values[c][j] = to_float(from_float<Residual>(values[c][j] + added[j]));
+            for (int j = 0; j < kVector; ++j)
+                values[c][j] = to_float(from_float<Residual>(values[c][j] + added[j]));
             if (!row_index) store_floats(source + column, values[c]);
         }
 #pragma unroll
@@ -67,7 +68,8 @@ __global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ resi
             values[c][j] *= inverse * (weight_offset + scaling[c][j]);
             largest = fmaxf(largest, fabsf(values[c][j]));
         }
-        if constexpr (!kQuantize) store_floats(static_cast<bf16*>(out) + blockIdx.x * int64(hidden) + column, values[c]);
+        if constexpr (!kQuantize)
+            store_floats(static_cast<bf16*>(out) + blockIdx.x * int64(hidden) + column, values[c]);
     }
     if constexpr (kQuantize) {
         largest = block_reduce(largest, Max{}, 0.0f, scratch[1]);
@@ -80,7 +82,8 @@ __global__ void __launch_bounds__(1024) add_rms_norm(Residual* __restrict__ resi
             Vec<e4m3, kVector> packed;
 #pragma unroll
             for (int j = 0; j < kVector; ++j) packed.at[j] = e4m3(values[c][j] / step);
-            *reinterpret_cast<Vec<e4m3, kVector>*>(static_cast<e4m3*>(out) + blockIdx.x * int64(hidden) + column) = packed;
+            *reinterpret_cast<Vec<e4m3, kVector>*>(static_cast<e4m3*>(out) + blockIdx.x * int64(hidden) +
+                                                   column) = packed;
         }
     }
 }

@@ -58,8 +58,8 @@ def add_rms_norm(
     residual   float32 or bf16 [rows, hidden], updated in place
     delta      bf16 [rows, hidden]
     weight     bf16 [hidden]; hidden a multiple of 8, at most 16384
-    out        bf16 [out rows, hidden], or e4m3 with `scale` float32 [out rows] = row's largest magnitude / 448
-    row_index  int32 [out rows]: row r takes row row_index[r] of residual and delta, and residual stays as it is
+    out        bf16 [out rows, hidden], or e4m3 with `scale` float32 [out rows]: largest magnitude / 448
+    row_index  int32 [out rows]: row r takes row row_index[r] of residual and delta; residual stays
 
     Raises ValueError for shapes that do not fit.
     """
@@ -78,10 +78,22 @@ def add_rms_norm(
     if row_index is not None:
         expect(SOURCE, "row_index", row_index, DType.I32, (rows,))
     if hidden % _VECTOR or hidden > VARIANTS[-1].max_hidden:
-        raise ValueError(f"{SOURCE}: hidden {hidden} must be a multiple of 8 and at most {VARIANTS[-1].max_hidden}")
+        raise ValueError(
+            f"{SOURCE}: hidden {hidden} must be a multiple of 8 and at most {VARIANTS[-1].max_hidden}"
+        )
     variant = next(v for v in VARIANTS if hidden <= v.max_hidden)
     per_thread = _VECTOR * variant.chunks
     threads = -(-hidden // (per_thread * 32)) * 32
     kernel = library.kernel(SOURCE, _expression(residual.dtype, quantise, variant.chunks))
-    arguments = (residual, delta, weight, row_index, out, scale, i32(hidden), f32(epsilon), f32(weight_offset))
+    arguments = (
+        residual,
+        delta,
+        weight,
+        row_index,
+        out,
+        scale,
+        i32(hidden),
+        f32(epsilon),
+        f32(weight_offset),
+    )
     return Launch(kernel, Dim3(rows), Dim3(threads), arguments)

@@ -30,7 +30,8 @@ __device__ __forceinline__ RowPlace place_of(int64 row, const int32* row_slot, c
 
 // x ← x / rms(x) · (offset + weight) over the head's kHeadDim elements, kEach of them in each lane.
 template <int kHeadDim, int kEach>
-__device__ __forceinline__ void normalise_head(float (&x)[kEach], const float (&weight)[kEach], float offset, float epsilon) {
+__device__ __forceinline__ void normalise_head(float (&x)[kEach], const float (&weight)[kEach], float offset,
+                                               float epsilon) {
     float squares = 0.0f;
 #pragma unroll
     for (int j = 0; j < kEach; ++j) squares += x[j] * x[j];
@@ -75,9 +76,9 @@ struct Turn {
 
 }  // namespace
 
-// qkv: bf16 [rows, (n_heads + 2·n_kv_heads)·kHeadDim], q heads first, then k, then v. bias: bf16 of a row, or null.
-// q_norm, k_norm: bf16 [kHeadDim], or both null. cosines, sines: float32 [max_position, half].
-// row_slot: int32 [rows], −1 for padding. row_position: int32 [rows] (prefill), or null (decode): then
+// qkv: bf16 [rows, (n_heads + 2·n_kv_heads)·kHeadDim], q heads first, then k, then v. bias: bf16 of a row, or
+// null. q_norm, k_norm: bf16 [kHeadDim], or both null. cosines, sines: float32 [max_position, half]. row_slot:
+// int32 [rows], −1 for padding. row_position: int32 [rows] (prefill), or null (decode): then
 // slot_position[slot] counts, and rows whose slot_active is 0 write nothing at all.
 // block_table: int32 [slots, table_width] page numbers. q_out: bf16 [rows, n_heads, kHeadDim];
 // k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim]. half % (kHeadDim / 32) = 0.
@@ -85,12 +86,13 @@ struct Turn {
 template <int kHeadDim, int kHeads>
 __global__ void __launch_bounds__(kWarps * 32, 8)
     rope_and_write(const bf16* __restrict__ qkv, const bf16* __restrict__ bias, const bf16* __restrict__ q_norm,
-                   const bf16* __restrict__ k_norm, const float* __restrict__ cosines, const float* __restrict__ sines,
-                   const int32* __restrict__ row_slot, const int32* __restrict__ row_position,
-                   const int32* __restrict__ slot_position, const int32* __restrict__ slot_active,
-                   const int32* __restrict__ block_table, bf16* __restrict__ q_out, bf16* __restrict__ k_pages,
-                   bf16* __restrict__ v_pages, int32 n_heads, int32 n_kv_heads, int32 half, int32 table_width,
-                   float epsilon, float norm_offset) {
+                   const bf16* __restrict__ k_norm, const float* __restrict__ cosines,
+                   const float* __restrict__ sines, const int32* __restrict__ row_slot,
+                   const int32* __restrict__ row_position, const int32* __restrict__ slot_position,
+                   const int32* __restrict__ slot_active, const int32* __restrict__ block_table,
+                   bf16* __restrict__ q_out, bf16* __restrict__ k_pages, bf16* __restrict__ v_pages,
+                   int32 n_heads, int32 n_kv_heads, int32 half, int32 table_width, float epsilon,
+                   float norm_offset) {
     constexpr int kEach = kHeadDim / 32;
     const int lane = threadIdx.x % 32;
     const int first_head = (blockIdx.x * kWarps + threadIdx.x / 32) * kHeads;
@@ -103,10 +105,12 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
     float x[kHeads][kEach];  // first of all, so that these loads overlap with those of the row's place
 #pragma unroll
     for (int i = 0; i < kHeads; ++i)
-        if (first_head + i < heads) load_floats(qkv + (row * heads + first_head + i) * kHeadDim + lane * kEach, x[i]);
+        if (first_head + i < heads)
+            load_floats(qkv + (row * heads + first_head + i) * kHeadDim + lane * kEach, x[i]);
     const RowPlace place = place_of(row, row_slot, row_position, slot_position, slot_active);
     if (place.slot < 0) return;
-    const Turn<kEach> turn(cosines + int64(place.position) * half, sines + int64(place.position) * half, half, lane);
+    const Turn<kEach> turn(cosines + int64(place.position) * half, sines + int64(place.position) * half, half,
+                           lane);
     const int32 block = place.position / 64;
     const int32 page = block < table_width ? block_table[int64(place.slot) * table_width + block] : -1;
 
@@ -134,7 +138,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
             store_floats(q_out + (row * n_heads + head) * kHeadDim + lane * kEach, x[i]);
         } else if (page >= 0) {
             const int kv_head = is_value ? head - n_heads - n_kv_heads : head - n_heads;
-            bf16* target = (is_value ? v_pages : k_pages) + ((int64(page) * n_kv_heads + kv_head) * 64 + place.position % 64) * kHeadDim;
+            bf16* target = (is_value ? v_pages : k_pages) +
+                           ((int64(page) * n_kv_heads + kv_head) * 64 + place.position % 64) * kHeadDim;
             store_floats(target + lane * kEach, x[i]);
         }
     }

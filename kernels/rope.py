@@ -1,4 +1,4 @@
-"""Bias, per-head q/k RMSNorm, rotary embedding and the KV page write, from the merged q|k|v rows (rope.cu)."""
+"""Bias, q/k RMSNorm, rotary embedding and the KV page write, from merged q|k|v rows (rope.cu)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ PAGE_SIZE = 64
 _HEADS_PER_WARP = {64: (1, 4), 128: (1, 4), 256: (1, 2)}
 _MANY_ROWS = 256
 """From so many rows on a warp takes several heads."""
-UNITS = (CompileUnit(SOURCE, tuple(f"rope_and_write<{d}, {n}>" for d in HEAD_DIMS for n in _HEADS_PER_WARP[d])),)
+UNITS = (
+    CompileUnit(SOURCE, tuple(f"rope_and_write<{d}, {n}>" for d in HEAD_DIMS for n in _HEADS_PER_WARP[d])),
+)
 _WARPS = 4
 
 

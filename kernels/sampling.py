@@ -1,6 +1,6 @@
 """Sampling on the device: one token per row of logits, and the slot's step forward.
 
-Three launches scan (sampling.cu), one chooses (sampling_finish.cu).
+Four launches scan (sampling.cu), one chooses (sampling_finish.cu).
 """
 
 from __future__ import annotations
@@ -20,10 +20,17 @@ CHUNK = 4096
 """Vocabulary entries per block of the scanning kernels."""
 MAX_VOCAB = 128 * CHUNK
 _BINS = 2048
+_CHUNKS_PER_BLOCK = ((24, 4), (8, 2), (0, 1))
+"""From so many rows on, a block of sample_weigh and sample_collect takes so many chunks."""
 _C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
 _STAGES = ("sample_scan", "sample_weigh", "sample_collect")
 UNITS = (
-    *(CompileUnit(SOURCE, tuple(f"{stage}<{c_type}>" for stage in _STAGES)) for c_type in _C_TYPES.values()),
+    *(
+        CompileUnit(
+            SOURCE, tuple(f"{stage}<{t}>" for stage in _STAGES) + (() if t == "bf16" else ("sample_cut",))
+        )
+        for t in _C_TYPES.values()
+    ),
     *(CompileUnit(FINISH_SOURCE, (f"sample_finish<{c_type}>",)) for c_type in _C_TYPES.values()),
 )
 
@@ -45,7 +52,16 @@ class _Scratch(ctypes.Structure):
 
     _fields_ = tuple(
         (name, ctypes.c_uint64)
-        for name in ("processed", "best", "mass", "bin_counts", "bin_masses", "cut", "n_collected", "collected")
+        for name in (
+            "processed",
+            "best",
+            "mass",
+            "bin_counts",
+            "bin_masses",
+            "cut",
+            "n_collected",
+            "collected",
+        )
     )
 
 
@@ -109,7 +125,7 @@ def sample(
     scratch     as in SampleShape.scratch, for at least these rows and this stride
     tokens      int32 [rows], −1 where there is none; statuses: int32 [rows], RowStatus
     first_token the rows end a prefill: their slots are not active yet, and become so
-    all_greedy  temperature is 0 in every row: two launches instead of four
+    all_greedy  temperature is 0 in every row: two launches instead of five
 
     A slot whose row got a token has it as last_token, its position and output count are one higher, and it is
     active unless it stopped. Raises ValueError for shapes that do not fit.
@@ -118,7 +134,7 @@ def sample(
     vocab = slots.shape.vocab
     if logits.dtype not in _C_TYPES or stride % 8 or stride < vocab or vocab > MAX_VOCAB:
         raise ValueError(
-            f"{SOURCE}: logits must be float32 or bf16 with a stride that is a multiple of 8 and at least the "
+            f"{SOURCE}: logits must be float32 or bf16, their stride a multiple of 8 and at least the "
             f"vocabulary ({vocab}, at most {MAX_VOCAB}), got {logits.dtype.value} with {stride}"
         )
     expect(SOURCE, "logits", logits, logits.dtype, (rows, stride))
@@ -132,12 +148,22 @@ def sample(
     view = _Scratch(*(getattr(scratch, name).address for name in shape.scratch()))
     arrays = slots.arrays()
     c_type = _C_TYPES[logits.dtype]
-    stages = _STAGES[:1] if all_greedy else _STAGES
-    grid = Dim3(shape.chunks, rows)
-    scan_arguments = (logits, row_slot, arrays, view, i32(stride), i32(first_token))
-    launches = [
-        Launch(library.kernel(SOURCE, f"{stage}<{c_type}>"), grid, Dim3(256), scan_arguments) for stage in stages
-    ]
+    flag, chunks = i32(first_token), i32(shape.chunks)
+    scan = library.kernel(SOURCE, f"sample_scan<{c_type}>")
+    scan_arguments = (logits, row_slot, arrays, view, i32(stride), flag)
+    launches = [Launch(scan, Dim3(shape.chunks, rows), Dim3(256), scan_arguments)]
+    if not all_greedy:
+        per_block = next(chunks for least_rows, chunks in _CHUNKS_PER_BLOCK if rows >= least_rows)
+        grid = Dim3(-(-shape.chunks // per_block), rows)
+        arguments = (logits, row_slot, arrays, view, i32(stride), chunks, flag)
+        weigh = library.kernel(SOURCE, f"sample_weigh<{c_type}>")
+        cut = library.kernel(SOURCE, "sample_cut")
+        collect = library.kernel(SOURCE, f"sample_collect<{c_type}>")
+        launches += [
+            Launch(weigh, grid, Dim3(256), arguments),
+            Launch(cut, Dim3(rows), Dim3(256), (row_slot, arrays, view, chunks, flag)),
+            Launch(collect, grid, Dim3(256), arguments),
+        ]
     finish = library.kernel(FINISH_SOURCE, f"sample_finish<{c_type}>")
     finish_arguments = (
         logits, row_slot, arrays, view, tokens, statuses, i32(stride), i32(shape.chunks), i32(first_token),

@@ -14,11 +14,11 @@ constexpr int kThreads = 256;
 struct SlotStart {
     SlotSampling sampling;
     int32 slot;
-    int32 n_output;      // tokens generated already
-    int32 first_token;   // where its tokens stand in the staged token list: prompt, then output
-    int32 n_tokens;      // prompt and output together; 0 where the count table is not needed
-    int32 first_stop;    // where its sampling.n_stop stop ids stand in the staged token list
-    int32 first_bias;    // where its sampling.n_bias entries stand in the staged bias lists
+    int32 n_output;     // tokens generated already
+    int32 first_token;  // where its tokens stand in the staged token list: prompt, then output
+    int32 n_tokens;     // prompt and output together; 0 where the count table is not needed
+    int32 first_stop;   // where its sampling.n_stop stop ids stand in the staged token list
+    int32 first_bias;   // where its sampling.n_bias entries stand in the staged bias lists
     int32 unused[2];
 };
 
@@ -38,8 +38,8 @@ struct PageChange {
 
 }  // namespace
 
-// changes: SlotChange [n_changes], pages: PageChange [n_pages]; no slot, no table entry twice. counts: int32 [2],
-// the two lengths. block_table: int32 [slots, table_width]. One block.
+// changes: SlotChange [n_changes], pages: PageChange [n_pages]; no slot, no table entry twice. counts: int32
+// [2], the two lengths. block_table: int32 [slots, table_width]. One block.
 extern "C" __global__ void __launch_bounds__(kThreads)
     change_slots(const int32* __restrict__ counts, const SlotChange* __restrict__ changes,
                  const PageChange* __restrict__ pages, const SlotArrays slots, int32* __restrict__ block_table,
@@ -58,10 +58,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 }
 
 // starts: SlotStart [·]; tokens: int32, bias_ids: int32, bias_values: float32, as the starts point into them.
-// The slot becomes inactive at position 0; change_slots sets both when its prefill ends. Grid (starts), 256 threads.
+// The slot becomes inactive at position 0; change_slots sets both when its prefill ends. Grid (starts), 256
+// threads.
 extern "C" __global__ void __launch_bounds__(kThreads)
-    start_slots(const SlotStart* __restrict__ starts, const int32* __restrict__ tokens, const int32* __restrict__ bias_ids,
-                const float* __restrict__ bias_values, const SlotArrays slots) {
+    start_slots(const SlotStart* __restrict__ starts, const int32* __restrict__ tokens,
+                const int32* __restrict__ bias_ids, const float* __restrict__ bias_values,
+                const SlotArrays slots) {
     wait_for_previous_kernels();
     allow_next_kernel();
     const SlotStart start = starts[blockIdx.x];

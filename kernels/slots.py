@@ -21,20 +21,36 @@ UNITS = (CompileUnit(SOURCE, ("change_slots", "start_slots")),)
 
 SAMPLING_DTYPE = np.dtype(
     [
-        ("seed", np.uint64), ("top_p", np.float64), ("temperature", np.float32), ("min_p", np.float32),
-        ("repetition_penalty", np.float32), ("presence_penalty", np.float32), ("frequency_penalty", np.float32),
-        ("top_k", np.int32), ("min_tokens", np.int32), ("logprobs", np.int32), ("n_stop", np.int32),
-        ("n_bias", np.int32), ("penalised", np.int32), ("unused", np.int32),
+        ("seed", np.uint64),
+        ("top_p", np.float64),
+        ("temperature", np.float32),
+        ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("top_k", np.int32),
+        ("min_tokens", np.int32),
+        ("logprobs", np.int32),
+        ("n_stop", np.int32),
+        ("n_bias", np.int32),
+        ("penalised", np.int32),
+        ("unused", np.int32),
     ]
-)  # fmt: skip
+)
 """SlotSampling of include/slots.cuh, 64 bytes."""
 
 START_DTYPE = np.dtype(
     [
-        ("sampling", SAMPLING_DTYPE), ("slot", np.int32), ("n_output", np.int32), ("first_token", np.int32),
-        ("n_tokens", np.int32), ("first_stop", np.int32), ("first_bias", np.int32), ("unused", np.int32, 2),
+        ("sampling", SAMPLING_DTYPE),
+        ("slot", np.int32),
+        ("n_output", np.int32),
+        ("first_token", np.int32),
+        ("n_tokens", np.int32),
+        ("first_stop", np.int32),
+        ("first_bias", np.int32),
+        ("unused", np.int32, 2),
     ]
-)  # fmt: skip
+)
 """SlotStart of slots.cu, 96 bytes."""
 
 CHANGE_INTS = 4
@@ -45,12 +61,20 @@ class SlotArrays(ctypes.Structure):
     """SlotArrays of include/slots.cuh: the device arrays of all slots, passed to kernels by value."""
 
     _fields_ = (
-        ("sampling", ctypes.c_uint64), ("position", ctypes.c_uint64), ("active", ctypes.c_uint64),
-        ("last_token", ctypes.c_uint64), ("output_count", ctypes.c_uint64), ("stop_ids", ctypes.c_uint64),
-        ("bias_ids", ctypes.c_uint64), ("bias_values", ctypes.c_uint64), ("counts", ctypes.c_uint64),
-        ("max_stop", ctypes.c_int32), ("max_bias", ctypes.c_int32), ("vocab", ctypes.c_int32),
+        ("sampling", ctypes.c_uint64),
+        ("position", ctypes.c_uint64),
+        ("active", ctypes.c_uint64),
+        ("last_token", ctypes.c_uint64),
+        ("output_count", ctypes.c_uint64),
+        ("stop_ids", ctypes.c_uint64),
+        ("bias_ids", ctypes.c_uint64),
+        ("bias_values", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("max_stop", ctypes.c_int32),
+        ("max_bias", ctypes.c_int32),
+        ("vocab", ctypes.c_int32),
         ("unused", ctypes.c_int32),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,9 +202,21 @@ def stage_starts(setups: Sequence[SlotSetup], shape: SlotShape) -> StagedStarts:
 def _sampling_record(setup: SlotSetup, n_stop: int, n_bias: int) -> tuple[int | float, ...]:
     logprobs = -1 if setup.logprobs is None else setup.logprobs
     return (
-        setup.seed, setup.top_p, setup.temperature, setup.min_p, setup.repetition_penalty, setup.presence_penalty,
-        setup.frequency_penalty, setup.top_k, setup.min_tokens, logprobs, n_stop, n_bias, int(setup.penalised), 0,
-    )  # fmt: skip
+        setup.seed,
+        setup.top_p,
+        setup.temperature,
+        setup.min_p,
+        setup.repetition_penalty,
+        setup.presence_penalty,
+        setup.frequency_penalty,
+        setup.top_k,
+        setup.min_tokens,
+        logprobs,
+        n_stop,
+        n_bias,
+        int(setup.penalised),
+        0,
+    )
 
 
 def start_slots(
@@ -193,7 +229,7 @@ def start_slots(
     bias_values: Tensor,
     slots: SlotBuffers,
 ) -> Launch:
-    """Gives `count` slots new sequences, from device copies of StagedStarts; they are inactive until activated.
+    """Gives `count` slots new sequences from device copies of StagedStarts; they are not active yet.
 
     starts: uint8 [≥ count, 96]; tokens, bias_ids: int32; bias_values: float32. Raises ValueError.
     """

@@ -55,14 +55,15 @@ class Tensor:
 
 
 def expect(kernel: str, name: str, tensor: Tensor, dtype: DType, shape: tuple[int | None, ...]) -> None:
-    """Raises ValueError unless the tensor has this dtype and shape (None: any length) and is 16-byte aligned."""
+    """Raises ValueError unless it has this dtype and shape (None: any length) and is 16-byte aligned."""
     fits = len(tensor.shape) == len(shape) and all(
         want is None or have == want for have, want in zip(tensor.shape, shape, strict=True)
     )
     if not fits or tensor.dtype is not dtype:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
         raise ValueError(
-            f"{kernel}: {name} must be {dtype.value} [{wanted}], got {tensor.dtype.value} {list(tensor.shape)}"
+            f"{kernel}: {name} must be {dtype.value} [{wanted}], "
+            f"got {tensor.dtype.value} {list(tensor.shape)}"
         )
     if tensor.address % 16:
         raise ValueError(f"{kernel}: {name} at {tensor.address:#x} is not aligned to 16 bytes")

@@ -71,7 +71,9 @@ struct OnlineSoftmax {
     }
 
     // What scores are taken relative to, in log2; finite also for a row that has seen no key.
-    __device__ __forceinline__ float base(float unit) const { return maximum == -INFINITY ? 0.0f : maximum * unit; }
+    __device__ __forceinline__ float base(float unit) const {
+        return maximum == -INFINITY ? 0.0f : maximum * unit;
+    }
 
     __device__ __forceinline__ float total() const {
         const float pair = sum + __shfl_xor_sync(0xffffffffu, sum, 1);
@@ -82,8 +84,8 @@ struct OnlineSoftmax {
 // Turns a tile's scores into weights: raises the maxima of rows lane/4 and lane/4 + 8, rescales what the
 // rows have accumulated, and sums the weights.
 template <int kPairs, int kColumns>
-__device__ __forceinline__ void weigh(float (&scores)[kPairs][4], float (&acc)[kColumns][4], OnlineSoftmax (&rows)[2],
-                                      float unit) {
+__device__ __forceinline__ void weigh(float (&scores)[kPairs][4], float (&acc)[kColumns][4],
+                                      OnlineSoftmax (&rows)[2], float unit) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < kPairs; ++n)

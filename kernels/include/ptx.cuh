@@ -28,10 +28,13 @@ __device__ __forceinline__ uint32 shared_address(const void* pointer) {
 // 16 bytes from global to shared memory, past L1. With `valid` false the target is zeroed.
 __device__ __forceinline__ void copy_async_16(uint32 target, const void* source, bool valid) {
     const int bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes)
+                 : "memory");
 }
 
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copy_async_commit() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Waits until at most kPending of this thread's newest groups are still under way.
 template <int kPending>
@@ -58,7 +61,8 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32 (&out)[4], uint
 // 2(l%4) and +1; of a the same rows, columns 2(l%4)…+1 and +8; of b rows 2(l%4)…+1 and +8, column l/4.
 __device__ __forceinline__ void mma_bf16(float (&acc)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

@@ -23,17 +23,41 @@ __device__ __forceinline__ uint64 ranked(float value, int32 id) {
     return (uint64(ordered_key(value + 0.0f)) << 32) | uint32(~id);
 }
 
-__device__ __forceinline__ float ranked_value(uint64 key) { return key_value(uint32(key >> 32)); }
-__device__ __forceinline__ int32 ranked_id(uint64 key) { return int32(~uint32(key)); }
-
-// exp((z − peak) / temperature) in float32, as the definition of the draw has it.
-__device__ __forceinline__ float token_weight(float z, float peak, float temperature) {
-    return expf(__fdiv_rn(z - peak, temperature));
+__device__ __forceinline__ float ranked_value(uint64 key) {
+    return key_value(uint32(key >> 32));
 }
+__device__ __forceinline__ int32 ranked_id(uint64 key) {
+    return int32(~uint32(key));
+}
+
+// A row's tempered softmax: the float32 weight exp((z − peak) / temperature) of a logit, as the definition of
+// the draw has it. The division is a product and one correction: correctly rounded, for a third of the price.
+struct Temper {
+    float peak;
+    float temperature;
+    float inverse;
+    float lowest;         // differences below weigh nothing
+    float bins_per_unit;  // for bin()
+
+    __device__ __forceinline__ Temper(float peak, float temperature, float bins_per_nat)
+        : peak(peak),
+          temperature(temperature),
+          inverse(1.0f / temperature),
+          lowest(-200.0f * temperature),
+          bins_per_unit(bins_per_nat / temperature) {}
+
+    __device__ __forceinline__ float weight(float z) const {
+        const float difference = fmaxf(z - peak, lowest);
+        const float quotient = difference * inverse;
+        return expf(fmaf(fmaf(-quotient, temperature, difference), inverse, quotient));
+    }
+};
 
 // Weights are summed as integers in units of 2^−44: any order gives the same bits, and 2^18 weights of at
 // most 1 fit in 64 bits.
-__device__ __forceinline__ uint64 fixed_weight(float weight) { return __float2ull_rn(weight * 17592186044416.0f); }
+__device__ __forceinline__ uint64 fixed_weight(float weight) {
+    return __float2ull_rn(weight * 17592186044416.0f);
+}
 
 // First word of Philox4x32-10 for counter (index, 0) and key `seed`.
 __device__ __forceinline__ uint32 philox_word(uint64 seed, uint64 index) {

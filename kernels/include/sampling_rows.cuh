@@ -8,8 +8,9 @@
 namespace slipstream {
 
 constexpr int kMostChunks = 128;
-constexpr int kBins = 2048;           // of a row's histogram by distance from its peak …
-constexpr float kBinsPerNat = 64.0f;  // … so it reaches 32 nats; the last bin takes the rest, which weighs nothing
+constexpr int kBins = 2048;  // of a row's histogram by distance from its peak …
+constexpr float kBinsPerNat =
+    64.0f;  // … so it reaches 32 nats; the last bin takes the rest, which weighs nothing
 
 struct ChunkBest {
     uint64 best;  // ranked() of the chunk's most likely token after processing
@@ -19,14 +20,18 @@ struct ChunkBest {
 
 // Which bins the cuts of top-k and top-p lie in.
 struct RowCut {
-    int32 bin_k;           // holds the k-th entry; −1: top-k cuts nothing that weighs
-    int32 before_k;        // entries in earlier bins
-    int32 bin_low;         // the cut of top-p lies in bin_low … bin_high; kBins: top-p is off
+    int32 bin_k;     // holds the k-th entry; −1: top-k cuts nothing that weighs
+    int32 before_k;  // entries in earlier bins
+    int32 bin_low;   // the cut of top-p lies in bin_low … bin_high; kBins: top-p is off
     int32 bin_high;
 
-    __device__ __forceinline__ bool holds(int bin) const { return bin == bin_k || (bin >= bin_low && bin <= bin_high); }
+    __device__ __forceinline__ bool holds(int bin) const {
+        return bin == bin_k || (bin >= bin_low && bin <= bin_high);
+    }
     // Entries in earlier bins survive both.
-    __device__ __forceinline__ int first_doubtful() const { return bin_low < kBins ? bin_low : (bin_k >= 0 ? bin_k : kBins); }
+    __device__ __forceinline__ int first_doubtful() const {
+        return bin_low < kBins ? bin_low : (bin_k >= 0 ? bin_k : kBins);
+    }
 };
 
 // Weights of the entries of one chunk that no cut can reach.
@@ -50,7 +55,8 @@ struct SampleScratch {
 
 enum RowStatus { kNoToken = 0, kToken = 1, kStopped = 2, kFault = 3 };
 
-__device__ __forceinline__ int32 slot_of(const SlotArrays& slots, const int32* row_slot, int row, int32 first_token) {
+__device__ __forceinline__ int32 slot_of(const SlotArrays& slots, const int32* row_slot, int row,
+                                         int32 first_token) {
     const int32 slot = row_slot[row];
     return slot >= 0 && (first_token || slots.active[slot]) ? slot : -1;
 }
@@ -81,8 +87,9 @@ __device__ __forceinline__ float penalised(float z, uint32 count, const SlotSamp
     return generated ? __fsub_rn(z, how.presence_penalty) : z;
 }
 
-__device__ __forceinline__ int bin_of(float z, float peak, float bins_per_unit) {
-    const float distance = (peak - z) * bins_per_unit;
+// The bin of a logit.
+__device__ __forceinline__ int bin_of(float z, const Temper& temper) {
+    const float distance = (temper.peak - z) * temper.bins_per_unit;
     return distance < kBins - 1 ? int(distance) : kBins - 1;
 }
 

@@ -14,12 +14,12 @@ struct alignas(8) SlotSampling {
     float repetition_penalty;  // 1: off
     float presence_penalty;
     float frequency_penalty;
-    int32 top_k;               // ≤ 0: off
+    int32 top_k;  // ≤ 0: off
     int32 min_tokens;
-    int32 logprobs;            // alternatives to report; −1: no log-probabilities
-    int32 n_stop;              // entries of the slot's stop list
-    int32 n_bias;              // entries of the slot's bias list
-    int32 penalised;           // whether the slot's count table is kept
+    int32 logprobs;   // alternatives to report; −1: no log-probabilities
+    int32 n_stop;     // entries of the slot's stop list
+    int32 n_bias;     // entries of the slot's bias list
+    int32 penalised;  // whether the slot's count table is kept
     int32 unused;
 };
 static_assert(sizeof(SlotSampling) == 64);

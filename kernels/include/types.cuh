@@ -26,8 +26,12 @@ struct alignas(sizeof(T) * N) Vec {
     T at[N];
 };
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(bf16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_float(float value) {
+    return value;
+}
+__device__ __forceinline__ float to_float(bf16 value) {
+    return __bfloat162float(value);
+}
 
 template <typename T>
 __device__ __forceinline__ T from_float(float value);

@@ -1,4 +1,4 @@
-"""Every kernel compiles for every architecture without a GPU, and spills nothing that its table does not admit."""
+"""Every kernel compiles for every architecture without a GPU, and spills only where its table admits it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_changed_option_or_source_is_compiled_anew(tmp_path: Path, monkeypatch
     assert not compile_unit(optioned, "sm_90a", tmp_path).from_cache
     changed = tmp_path / "sources"
     changed.mkdir()
-    (changed / SMALL.source).write_text((compiler.SOURCE_FOLDER / SMALL.source).read_text() + "\n// changed\n")
+    (changed / SMALL.source).write_text(
+        (compiler.SOURCE_FOLDER / SMALL.source).read_text() + "\n// changed\n"
+    )
     monkeypatch.setattr(compiler, "SOURCE_FOLDER", changed)
     assert not compile_unit(SMALL, "sm_90a", tmp_path).from_cache
 
@@ -84,12 +86,15 @@ def test_an_error_tells_the_file_and_the_compilers_words(tmp_path: Path) -> None
 def test_progress_counts_every_unit(tmp_path: Path) -> None:
     units = [SMALL, dataclasses.replace(SMALL, expressions=("gated_activation<true>",))]
     seen: list[tuple[int, int]] = []
-    compile_units(units, "sm_90a", cache_folder=tmp_path, progress=lambda _, done, all_: seen.append((done, all_)))
+    compile_units(
+        units, "sm_90a", cache_folder=tmp_path, progress=lambda _, done, all_: seen.append((done, all_))
+    )
     assert seen == [(1, 2), (2, 2)]
 
 
 @pytest.mark.parametrize(
-    ("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")]
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((12, 0), "sm_120a")],
 )
 def test_architecture_of_a_device(capability: tuple[int, int], arch: str) -> None:
     assert compiler.architecture_for(*capability) == arch

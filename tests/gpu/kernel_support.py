@@ -157,9 +157,14 @@ class PagedCase:
 
 
 def attention_reference(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, scale: float,
-    window: int | None, softcap: float | None,
-) -> np.ndarray:  # fmt: skip
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    position: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> np.ndarray:
     """One row in float64. query [n_heads, head_dim]; keys, values [context, n_kv_heads, head_dim]."""
     first = 0 if window is None else max(0, position - window + 1)
     k = keys[first : position + 1].astype(np.float64)

@@ -13,14 +13,23 @@ from kernels.tensor import DType
 pytestmark = pytest.mark.gpu
 CONTEXTS = [1, 63, 64, 65, 200, 4097, 128, 1000]
 TOLERANCE = {"rtol": 2**-7, "atol": 4e-3}
-"""Weights are rounded to bf16 before they meet the values: 2^−9 of the result's scale, and its own rounding."""
+"""Weights are rounded to bf16 before they meet the values: 2^−9 of the result, and its own rounding."""
 
 
 def run_decode(
-    gpu: Gpu, case: PagedCase, query: np.ndarray, row_slot: np.ndarray, active: np.ndarray, *, scale: float,
-    window: int | None = None, softcap: float | None = None, variant: decode.DecodeVariant | None = None,
-    splits: int | None = None, min_pages: int = decode.MIN_SPLIT_PAGES, repeat: int = 1,
-) -> np.ndarray:  # fmt: skip
+    gpu: Gpu,
+    case: PagedCase,
+    query: np.ndarray,
+    row_slot: np.ndarray,
+    active: np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    variant: decode.DecodeVariant | None = None,
+    splits: int | None = None,
+    repeat: int = 1,
+) -> np.ndarray:
     rows, n_heads, head_dim = query.shape
     n_kv_heads = case.k_pages.shape[1]
     splits = splits or decode.max_splits(gpu.limits, n_kv_heads)
@@ -30,14 +39,30 @@ def run_decode(
     position = np.array(case.contexts, np.int32) - 1
     out = gpu.empty(query.shape, DType.BF16)
     plan = decode.plan_decode(
-        gpu.library, row_slot=gpu.upload(row_slot), slot_position=gpu.upload(position),
-        slot_active=gpu.upload(active), plan=work, splits=splits, window=window, min_pages=min_pages,
-    )  # fmt: skip
+        gpu.library,
+        row_slot=gpu.upload(row_slot),
+        slot_position=gpu.upload(position),
+        slot_active=gpu.upload(active),
+        plan=work,
+        splits=splits,
+        window=window,
+        min_pages=decode.min_split_pages(n_heads // n_kv_heads),
+    )
     launches = decode.attention_decode(
-        gpu.library, gpu.limits, query=gpu.upload(query), k_pages=gpu.upload(case.k_pages),
-        v_pages=gpu.upload(case.v_pages), block_table=gpu.upload(case.block_table), plan=work, workspace=workspace,
-        out=out, splits=splits, scale=scale, softcap=softcap, variant=variant,
-    )  # fmt: skip
+        gpu.library,
+        gpu.limits,
+        query=gpu.upload(query),
+        k_pages=gpu.upload(case.k_pages),
+        v_pages=gpu.upload(case.v_pages),
+        block_table=gpu.upload(case.block_table),
+        plan=work,
+        workspace=workspace,
+        out=out,
+        splits=splits,
+        scale=scale,
+        softcap=softcap,
+        variant=variant,
+    )
     for _ in range(repeat):
         gpu.run(plan)
         gpu.run(*launches)
@@ -45,15 +70,24 @@ def run_decode(
 
 
 def check_decode(
-    case: PagedCase, query: np.ndarray, got: np.ndarray, row_slot: np.ndarray, active: np.ndarray, *, scale: float,
-    window: int | None = None, softcap: float | None = None,
-) -> None:  # fmt: skip
+    case: PagedCase,
+    query: np.ndarray,
+    got: np.ndarray,
+    row_slot: np.ndarray,
+    active: np.ndarray,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
     for row, slot in enumerate(row_slot):
         if slot < 0 or not active[slot]:
             assert (got[row].astype(np.float32) == 0).all(), f"row {row} without an active slot is not zeros"
             continue
         position = case.contexts[slot] - 1
-        want = attention_reference(query[row], case.keys[slot], case.values[slot], position, scale, window, softcap)
+        want = attention_reference(
+            query[row], case.keys[slot], case.values[slot], position, scale, window, softcap
+        )
         assert_close(f"row {row}, context {position + 1}", got[row], want, **TOLERANCE)
 
 
@@ -80,7 +114,9 @@ def test_decode_softcap_and_scale(gpu: Gpu, rng: np.random.Generator, head_dim: 
     check_decode(case, query, got, row_slot, active, scale=1.0, softcap=5.0)
 
 
-@pytest.mark.parametrize("variant", decode.VARIANTS, ids=lambda v: f"{v.head_dim}-{v.keys}-{v.warps}-{v.stages}")
+@pytest.mark.parametrize(
+    "variant", decode.VARIANTS, ids=lambda v: f"{v.head_dim}-{v.keys}-{v.warps}-{v.stages}"
+)
 def test_decode_variants(gpu: Gpu, rng: np.random.Generator, variant: decode.DecodeVariant) -> None:
     """Also those for smaller devices, which this one would not pick."""
     case = PagedCase(rng, [1, 64, 700, 3000], 2, variant.head_dim)
@@ -115,9 +151,14 @@ def test_decode_many_rows(gpu: Gpu, rng: np.random.Generator, rows: int) -> None
 
 
 def run_prefill(
-    gpu: Gpu, rng: np.random.Generator, segments: list[tuple[int, int]], heads: tuple[int, int], head_dim: int,
-    window: int | None = None, softcap: float | None = None,
-) -> None:  # fmt: skip
+    gpu: Gpu,
+    rng: np.random.Generator,
+    segments: list[tuple[int, int]],
+    heads: tuple[int, int],
+    head_dim: int,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> None:
     """segments: (start, length) each; compares every row, in a buffer with rows to spare."""
     n_heads, n_kv_heads = heads
     case = PagedCase(rng, [start + length for start, length in segments], n_kv_heads, head_dim)
@@ -138,17 +179,29 @@ def run_prefill(
     scale = head_dim**-0.5
     gpu.run(
         prefill.attention_prefill(
-            gpu.library, gpu.limits, query=gpu.upload(query), k_pages=gpu.upload(case.k_pages),
-            v_pages=gpu.upload(case.v_pages), block_table=gpu.upload(table), tiles=gpu.upload(padded),
-            n_tiles=gpu.upload(np.array([len(tiles)], np.int32)), out=out, scale=scale, window=window,
+            gpu.library,
+            gpu.limits,
+            query=gpu.upload(query),
+            k_pages=gpu.upload(case.k_pages),
+            v_pages=gpu.upload(case.v_pages),
+            block_table=gpu.upload(table),
+            tiles=gpu.upload(padded),
+            n_tiles=gpu.upload(np.array([len(tiles)], np.int32)),
+            out=out,
+            scale=scale,
+            window=window,
             softcap=softcap,
         )
-    )  # fmt: skip
+    )
     got = gpu.download(out)
     assert_untouched("rows past the segments", got[rows:])
     first = 0
     for segment, (start, length) in enumerate(segments):
-        picked = range(length) if length < 80 else sorted({0, 1, length - 1, *rng.integers(0, length, 24).tolist()})
+        picked = (
+            range(length)
+            if length < 80
+            else sorted({0, 1, length - 1, *rng.integers(0, length, 24).tolist()})
+        )
         for i in picked:
             want = attention_reference(
                 query[first + i], case.keys[segment], case.values[segment], start + i, scale, window, softcap

@@ -24,7 +24,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, epsilon: float, offset: float) -
 @pytest.mark.parametrize("hidden", [64, 576, 2048, 4096, 5120, 8200, 16384])
 @pytest.mark.parametrize("residual_type", [DType.F32, DType.BF16])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_add_rms_norm(gpu: Gpu, rng: np.random.Generator, hidden: int, residual_type: DType, offset: float) -> None:
+def test_add_rms_norm(
+    gpu: Gpu, rng: np.random.Generator, hidden: int, residual_type: DType, offset: float
+) -> None:
     for rows in ROWS:
         residual = rng.standard_normal((rows, hidden), np.float32) * 3
         residual = residual.astype(BF16) if residual_type is DType.BF16 else residual
@@ -34,10 +36,15 @@ def test_add_rms_norm(gpu: Gpu, rng: np.random.Generator, hidden: int, residual_
         stream, out = gpu.upload(residual), gpu.empty((rows, hidden), DType.BF16)
         gpu.run(
             add_rms_norm(
-                gpu.library, residual=stream, delta=gpu.upload(delta), weight=gpu.upload(weight), out=out,
-                epsilon=1e-6, weight_offset=offset,
+                gpu.library,
+                residual=stream,
+                delta=gpu.upload(delta),
+                weight=gpu.upload(weight),
+                out=out,
+                epsilon=1e-6,
+                weight_offset=offset,
             )
-        )  # fmt: skip
+        )
         assert_close("residual", gpu.download(stream), added, rtol=0, atol=0)
         want = rms_norm(added.astype(np.float64), weight, 1e-6, offset)
         assert_close("out", gpu.download(out), want, rtol=2**-8, atol=1e-6)
@@ -50,10 +57,15 @@ def test_rms_norm_of_picked_rows(gpu: Gpu, rng: np.random.Generator, hidden: int
     stream, out = gpu.upload(residual), gpu.empty((17, hidden), DType.BF16)
     gpu.run(
         add_rms_norm(
-            gpu.library, residual=stream, delta=gpu.upload(delta), weight=gpu.upload(weight), out=out,
-            epsilon=1e-5, row_index=gpu.upload(index),
+            gpu.library,
+            residual=stream,
+            delta=gpu.upload(delta),
+            weight=gpu.upload(weight),
+            out=out,
+            epsilon=1e-5,
+            row_index=gpu.upload(index),
         )
-    )  # fmt: skip
+    )
     assert_close("residual", gpu.download(stream), residual, rtol=0, atol=0)
     want = rms_norm((residual + delta.astype(np.float32))[index].astype(np.float64), weight, 1e-5, 0.0)
     assert_close("out", gpu.download(out), want, rtol=2**-8, atol=1e-6)
@@ -66,7 +78,12 @@ def test_rms_norm_quantises_rows(gpu: Gpu, rng: np.random.Generator, hidden: int
     out, scale = gpu.empty((33, hidden), DType.E4M3), gpu.empty((33,), DType.F32)
     gpu.run(
         add_rms_norm(
-            gpu.library, residual=gpu.upload(residual), weight=gpu.upload(weight), out=out, scale=scale, epsilon=1e-6
+            gpu.library,
+            residual=gpu.upload(residual),
+            weight=gpu.upload(weight),
+            out=out,
+            scale=scale,
+            epsilon=1e-6,
         )
     )
     want = rms_norm(residual.astype(np.float64), weight, 1e-6, 0.0)
@@ -112,7 +129,11 @@ def test_embed_of_slots(gpu: Gpu, rng: np.random.Generator) -> None:
     out = gpu.empty((4, 64), DType.F32)
     gpu.run(
         embed(
-            gpu.library, table=gpu.upload(table), row_slot=gpu.upload(row_slot), slot_token=gpu.upload(last), out=out
+            gpu.library,
+            table=gpu.upload(table),
+            row_slot=gpu.upload(row_slot),
+            slot_token=gpu.upload(last),
+            out=out,
         )
     )
     want = np.where(row_slot[:, None] >= 0, table[last[row_slot]].astype(np.float64), 0)
@@ -123,9 +144,15 @@ class RopeCase:
     """Merged rows of shuffled slots with their pages, and what should become of them."""
 
     def __init__(
-        self, rng: np.random.Generator, rows: int, heads: tuple[int, int], head_dim: int, rotated: int,
-        bias: bool, norm: bool,
-    ) -> None:  # fmt: skip
+        self,
+        rng: np.random.Generator,
+        rows: int,
+        heads: tuple[int, int],
+        head_dim: int,
+        rotated: int,
+        bias: bool,
+        norm: bool,
+    ) -> None:
         self.n_heads, self.n_kv_heads = heads
         self.head_dim, self.half = head_dim, rotated // 2
         total = self.n_heads + 2 * self.n_kv_heads
@@ -165,14 +192,27 @@ class RopeCase:
         return turn(q), turn(k), v
 
 
-@pytest.mark.parametrize("rows", (*ROWS, 300))
+@pytest.mark.parametrize("rows", [*ROWS, 300])
 @pytest.mark.parametrize(
     ("heads", "head_dim", "rotated"),
-    [((9, 3), 64, 64), ((16, 8), 128, 128), ((7, 1), 128, 128), ((4, 2), 256, 256), ((6, 2), 256, 64), ((4, 4), 128, 32)],
+    [
+        ((9, 3), 64, 64),
+        ((16, 8), 128, 128),
+        ((7, 1), 128, 128),
+        ((4, 2), 256, 256),
+        ((6, 2), 256, 64),
+        ((4, 4), 128, 32),
+    ],
 )
 @pytest.mark.parametrize("decode", [False, True])
 def test_rope_and_write(
-    gpu: Gpu, rng: np.random.Generator, rows: int, heads: tuple[int, int], head_dim: int, rotated: int, decode: bool
+    gpu: Gpu,
+    rng: np.random.Generator,
+    rows: int,
+    heads: tuple[int, int],
+    head_dim: int,
+    rotated: int,
+    decode: bool,
 ) -> None:
     bias, norm = rows % 2 == 1, rows % 3 != 1
     case = RopeCase(rng, rows, heads, head_dim, rotated, bias, norm)
@@ -183,19 +223,28 @@ def test_rope_and_write(
     if decode:
         where = where & (case.slot_active[case.row_slot] == 1)
         places = {
-            "slot_position": gpu.upload(case.slot_position), "slot_active": gpu.upload(case.slot_active),
-        }  # fmt: skip
+            "slot_position": gpu.upload(case.slot_position),
+            "slot_active": gpu.upload(case.slot_active),
+        }
     else:
         places = {"row_position": gpu.upload(case.slot_position[case.row_slot])}
     optional = {"bias": case.bias, "q_norm": case.q_norm, "k_norm": case.k_norm}
     gpu.run(
         rope_and_write(
-            gpu.library, qkv=gpu.upload(case.qkv), cosines=gpu.upload(case.cosines), sines=gpu.upload(case.sines),
-            row_slot=gpu.upload(case.row_slot), block_table=gpu.upload(case.block_table), q_out=q_out,
-            k_pages=k_pages, v_pages=v_pages, norm_offset=1.0,
-            **places, **{k: gpu.upload(v) for k, v in optional.items() if v is not None},
+            gpu.library,
+            qkv=gpu.upload(case.qkv),
+            cosines=gpu.upload(case.cosines),
+            sines=gpu.upload(case.sines),
+            row_slot=gpu.upload(case.row_slot),
+            block_table=gpu.upload(case.block_table),
+            q_out=q_out,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            norm_offset=1.0,
+            **places,
+            **{k: gpu.upload(v) for k, v in optional.items() if v is not None},
         )
-    )  # fmt: skip
+    )
     written = [int(row) for row in np.flatnonzero(where)]
     q, k, v = case.expected(written, 1.0)
     got_q, got_k, got_v = gpu.download(q_out), gpu.download(k_pages), gpu.download(v_pages)
@@ -209,5 +258,3 @@ def test_rope_and_write(
     got_k[page, :, offset], got_v[page, :, offset] = np.nan, np.nan
     assert np.isnan(got_k.astype(np.float32)).all(), "a key was written elsewhere"
     assert np.isnan(got_v.astype(np.float32)).all(), "a value was written elsewhere"
-
-

@@ -19,7 +19,7 @@ from kernels.tensor import DType, Tensor
 
 pytestmark = pytest.mark.gpu
 BOUNDARY = 1e-6
-"""A draw this close to the boundary between two tokens may fall to either: float32 exp differs in its last bit."""
+"""A draw this close to the boundary of two tokens may fall to either: exp differs in its last bit."""
 
 
 class Table:
@@ -42,31 +42,51 @@ class Table:
         gpu, staged = self.gpu, slots.stage_starts(setups, self.shape)
         raw = staged.starts.view(np.uint8).reshape(len(setups), -1)
         launch = slots.start_slots(
-            gpu.library, starts=gpu.upload(raw), count=len(setups), tokens=_some(gpu, staged.tokens),
-            bias_ids=_some(gpu, staged.bias_ids), bias_values=_some(gpu, staged.bias_values), slots=self.slots,
-        )  # fmt: skip
+            gpu.library,
+            starts=gpu.upload(raw),
+            count=len(setups),
+            tokens=_some(gpu, staged.tokens),
+            bias_ids=_some(gpu, staged.bias_ids),
+            bias_values=_some(gpu, staged.bias_values),
+            slots=self.slots,
+        )
         gpu.run(launch)
 
-    def change(self, changes: list[tuple[int, int, int]], pages: list[tuple[int, int, int]] | None = None) -> None:
+    def change(
+        self, changes: list[tuple[int, int, int]], pages: list[tuple[int, int, int]] | None = None
+    ) -> None:
         gpu, pages = self.gpu, pages or []
         lists = [np.array([(*c, 0) for c in items] or [(0, 0, 0, 0)], np.int32) for items in (changes, pages)]
         launch = slots.change_slots(
-            gpu.library, counts=gpu.upload(np.array([len(changes), len(pages)], np.int32)),
-            changes=gpu.upload(lists[0]), pages=gpu.upload(lists[1]), slots=self.slots, block_table=self.block_table,
-        )  # fmt: skip
+            gpu.library,
+            counts=gpu.upload(np.array([len(changes), len(pages)], np.int32)),
+            changes=gpu.upload(lists[0]),
+            pages=gpu.upload(lists[1]),
+            slots=self.slots,
+            block_table=self.block_table,
+        )
         gpu.run(launch)
 
     def sample(
         self, logits: np.ndarray, row_slot: list[int], *, first_token: bool, all_greedy: bool = False
     ) -> tuple[list[int], list[int]]:
-        padded = np.full(self.logits.shape, np.nan, logits.dtype)  # what is past the vocabulary must not matter
+        padded = np.full(
+            self.logits.shape, np.nan, logits.dtype
+        )  # what is past the vocabulary must not matter
         padded[:, : self.vocab] = logits
         self.gpu.write(self.logits, padded)
         self.gpu.write(self.row_slot, np.array(row_slot, np.int32))
         launches = sampling.sample(
-            self.gpu.library, logits=self.logits, row_slot=self.row_slot, slots=self.slots, scratch=self.scratch,
-            tokens=self.tokens, statuses=self.statuses, first_token=first_token, all_greedy=all_greedy,
-        )  # fmt: skip
+            self.gpu.library,
+            logits=self.logits,
+            row_slot=self.row_slot,
+            slots=self.slots,
+            scratch=self.scratch,
+            tokens=self.tokens,
+            statuses=self.statuses,
+            first_token=first_token,
+            all_greedy=all_greedy,
+        )
         self.gpu.run(*launches)
         return self.gpu.download(self.tokens).tolist(), self.gpu.download(self.statuses).tolist()
 
@@ -79,9 +99,15 @@ def setup_of(slot: int, how: Sampling, prompt: np.ndarray, output: np.ndarray) -
     fields = {f.name for f in dataclasses.fields(slots.SlotSetup)}
     same = {name: getattr(how, name) for name in fields & {f.name for f in dataclasses.fields(Sampling)}}
     return slots.SlotSetup(
-        **{**same, "slot": slot, "stop_ids": tuple(how.stop_token_ids), "bias": dict(how.logit_bias),
-           "prompt": prompt, "output": output}
-    )  # fmt: skip
+        **{
+            **same,
+            "slot": slot,
+            "stop_ids": tuple(how.stop_token_ids),
+            "bias": dict(how.logit_bias),
+            "prompt": prompt,
+            "output": output,
+        }
+    )
 
 
 def is_at_boundary(sampler: Sampler, logits: np.ndarray, got: int, want: int, index: int) -> bool:
@@ -134,13 +160,18 @@ def settings(rng: np.random.Generator, vocab: int) -> Iterator[Sampling]:
     yield Sampling(presence_penalty=1.5, frequency_penalty=0.5, top_p=0.9)
     yield Sampling(repetition_penalty=0.7, temperature=0.8)
     yield Sampling(logit_bias=bias, stop_token_ids=stops, min_tokens=3, top_k=100)
-    yield Sampling(stop_token_ids=stops, repetition_penalty=1.1, presence_penalty=-1.0, top_p=0.8, top_k=500, min_p=0.01)
+    yield Sampling(
+        stop_token_ids=stops, repetition_penalty=1.1, presence_penalty=-1.0, top_p=0.8, top_k=500, min_p=0.01
+    )
 
 
 @pytest.mark.parametrize("vocab", [70, 4096, 5001, 49152, 151936])
 @pytest.mark.parametrize("kind", ["wide", "ties", "bf16"])
 def test_sampling_is_the_references(gpu: Gpu, rng: np.random.Generator, vocab: int, kind: str) -> None:
-    choices = [dataclasses.replace(s, seed=int(rng.integers(0, 2**64, dtype=np.uint64))) for s in settings(rng, vocab)]
+    choices = [
+        dataclasses.replace(s, seed=int(rng.integers(0, 2**64, dtype=np.uint64)))
+        for s in settings(rng, vocab)
+    ]
     rows = len(choices)
     table = Table(gpu, rows + 2, vocab, rows, DType.BF16 if kind == "bf16" else DType.F32)
     row_slot = [int(s) for s in rng.permutation(rows + 2)[:rows]]
@@ -182,7 +213,9 @@ def test_sampling_is_the_references(gpu: Gpu, rng: np.random.Generator, vocab: i
             counts[row] += 1
             live[row] = not stopped
     assert differences <= 2
-    state = {name: gpu.download(getattr(table.slots, name)) for name in ("position", "active", "output_count")}
+    state = {
+        name: gpu.download(getattr(table.slots, name)) for name in ("position", "active", "output_count")
+    }
     for row, slot in enumerate(row_slot):
         if differences == 0:
             assert state["output_count"][slot] == counts[row]
@@ -250,7 +283,9 @@ def test_slot_control(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("vocab", [50, 4096, 151936])
 @pytest.mark.parametrize("logit_type", [DType.F32, DType.BF16])
-def test_logprobs_are_the_references(gpu: Gpu, rng: np.random.Generator, vocab: int, logit_type: DType) -> None:
+def test_logprobs_are_the_references(
+    gpu: Gpu, rng: np.random.Generator, vocab: int, logit_type: DType
+) -> None:
     rows = 9
     table = Table(gpu, 2, vocab, 1)
     stride = table.stride
@@ -263,23 +298,31 @@ def test_logprobs_are_the_references(gpu: Gpu, rng: np.random.Generator, vocab: 
     targets[4] = -1
     alternatives = np.array([20, 20, 20, 5, 3, 0, -1, 1, 20], np.int32)
     outputs = logprobs.LogprobOutputs(
-        gpu.empty((rows,), DType.F32), gpu.empty((rows,), DType.I32),
-        gpu.empty((rows, 20), DType.I32), gpu.empty((rows, 20), DType.F32),
-    )  # fmt: skip
+        gpu.empty((rows,), DType.F32),
+        gpu.empty((rows,), DType.I32),
+        gpu.empty((rows, 20), DType.I32),
+        gpu.empty((rows, 20), DType.F32),
+    )
     gpu.run(
         *logprobs.token_logprobs(
-            gpu.library, logits=gpu.upload(logits), targets=gpu.upload(targets), slots=table.slots,
-            parts=gpu.empty(logprobs.parts_shape(rows, vocab), DType.U8), outputs=outputs,
+            gpu.library,
+            logits=gpu.upload(logits),
+            targets=gpu.upload(targets),
+            slots=table.slots,
+            parts=gpu.empty(logprobs.parts_shape(rows, vocab), DType.U8),
+            outputs=outputs,
             alternatives=gpu.upload(alternatives),
         )
-    )  # fmt: skip
+    )
     values, ranks = gpu.download(outputs.logprobs), gpu.download(outputs.ranks)
     top_ids, top_values = gpu.download(outputs.top_ids), gpu.download(outputs.top_logprobs)
     for row in range(rows):
         if targets[row] < 0 or alternatives[row] < 0:
             assert ranks[row] == 0
             continue
-        want = reference_logprobs(logits[row, :vocab].astype(np.float32), int(targets[row]), int(alternatives[row]))
+        want = reference_logprobs(
+            logits[row, :vocab].astype(np.float32), int(targets[row]), int(alternatives[row])
+        )
         assert ranks[row] == want.rank, row
         assert_close("logprob", values[row : row + 1], np.array([want.logprob]), rtol=1e-5, atol=1e-5)
         count = len(want.top_ids)
