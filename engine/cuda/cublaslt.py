@@ -31,6 +31,8 @@ _EPILOGUES = {
     Epilogue.ADD: cublasLt.Epilogue.DEFAULT,
 }
 _TRANSPOSED = 1
+_NOT_SUPPORTED = 15
+"""CUBLAS_STATUS_NOT_SUPPORTED: the heuristic's way of saying that it has nothing."""
 _ALIGNED = 256
 """An address to plan with where a bias is added; nothing is read from it."""
 
@@ -95,8 +97,21 @@ class Library:
     ) -> list[Algorithm]:
         """Algorithms for a product, the heuristic's favourite first; none needs more workspace.
 
-        reductions: the split-K schemes allowed, as bits. Raises CudaError if the library has none.
+        The library names 8 at most, and among them only split-K ones where it favours these. So it is asked
+        again for those that need no workspace: of these comes the best for 1×4096×4096 (11.9 against 13.4 µs)
+        and for 64×4096×12288 (29.6 against 31.9). Other split-K counts than it names have won nothing.
+
+        count: of each asking. reductions: the split-K schemes allowed, as bits. Raises CudaError if there is
+        none.
         """
+        found = self._heuristic(product, count, workspace, reductions)
+        found += self._heuristic(product, count, 0, reductions)
+        if not found:
+            raise CudaError(f"finding an algorithm for {product.key}", 0, "cuBLASLt has none")
+        return list(dict.fromkeys(found))
+
+    def _heuristic(self, product: Product, count: int, workspace: int, reductions: int) -> list[Algorithm]:
+        """What the library proposes with so much workspace; nothing if it has nothing."""
         preference = int(cublasLt.matmul_preference_create())
         attributes = cublasLt.MatmulPreferenceAttribute
         try:
@@ -105,11 +120,11 @@ class Library:
             for operand in ("A", "B", "C", "D"):
                 alignment = getattr(attributes, f"MIN_ALIGNMENT_{operand}_BYTES")
                 _set_preference(preference, alignment, ctypes.c_uint32(OPERAND_ALIGNMENT))
-            return self._heuristic(product, count, preference)
+            return self._proposed(product, count, preference)
         finally:
             cublasLt.matmul_preference_destroy(preference)
 
-    def _heuristic(self, product: Product, count: int, preference: int) -> list[Algorithm]:
+    def _proposed(self, product: Product, count: int, preference: int) -> list[Algorithm]:
         results = np.zeros(count, cublasLt.matmul_heuristic_result_dtype)
         found = ctypes.c_int(0)
         y = product.y_layout
@@ -119,10 +134,10 @@ class Library:
                 results.ctypes.data, ctypes.addressof(found),
             )  # fmt: skip
         except cublasLt.cuBLASLtError as error:
+            if int(getattr(error, "status", 0)) == _NOT_SUPPORTED:
+                return []
             raise _failure(f"finding an algorithm for {product.key}", error) from error
         usable = [result for result in results[: found.value] if int(result["state"]) == 0]
-        if not usable:
-            raise CudaError(f"finding an algorithm for {product.key}", 0, "cuBLASLt has none")
         return [_algorithm(result["algo"], int(result["workspace_size"])) for result in usable]
 
     def accepts(self, product: Product, algorithm: Algorithm) -> bool:

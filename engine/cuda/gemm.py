@@ -53,7 +53,7 @@ class GemmPlanner:
             algorithm = self._known(product)
             is_tuned = algorithm is not None
             if algorithm is None:
-                (algorithm,) = self.library.candidates(product, 1, WORKSPACE_BYTES)
+                algorithm = self.library.candidates(product, 1, WORKSPACE_BYTES)[0]
             plan = GemmPlan(self.library.handle, product, algorithm, is_tuned=is_tuned)
             self._plans[key] = plan
         return plan

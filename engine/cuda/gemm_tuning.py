@@ -28,7 +28,7 @@ from engine.cuda.memory import aligned
 from kernels.tensor import DType, Tensor
 
 CANDIDATES = 32
-"""Algorithms asked for; the library often has fewer."""
+"""Algorithms asked for, with and without workspace; the library names 8 of each at most."""
 _FINALISTS = 4
 _TRIES = 3
 """Timed replays of every candidate."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from dataclasses import replace
 
 import numpy as np
@@ -11,10 +9,6 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.tensor import Tensor as StoredTensor
 from engine.quantization.tensor_type import TensorType
-
-_MADV_POPULATE_READ = 22
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 _ROUNDING = np.uint32(0x7FFF)
 _QUIET = np.uint32(0x0040_0000)
@@ -32,7 +26,6 @@ def write_bf16(stored: StoredTensor, start: int, stop: int, target: NDArray[np.u
     """
     rows = stored.data[start:stop]
     if stored.type is TensorType.BF16:
-        populate(rows)
         np.copyto(target.view(np.uint8), rows)
         return
     columns = stored.shape[-1]
@@ -56,15 +49,6 @@ def round_to_bf16(values: NDArray[np.float32], target: NDArray[np.uint16]) -> No
     bits += odd
     bits >>= np.uint32(16)
     np.copyto(target, bits.reshape(target.shape), casting="unsafe")
-
-
-def populate(view: NDArray[np.uint8]) -> None:
-    """Maps a mapped file's pages in one call, not a fault for every few. A hint: it may do nothing."""
-    if not view.flags.c_contiguous or view.nbytes == 0:
-        return
-    start = view.ctypes.data
-    aligned = start - start % mmap.PAGESIZE
-    _libc.madvise(aligned, start + view.nbytes - aligned, _MADV_POPULATE_READ)
 
 
 def _scale_rows(stored: StoredTensor, start: int, stop: int) -> NDArray[np.float32] | None:
