@@ -11,6 +11,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -125,6 +127,16 @@ class ServerProcess:
         with self.channel() as channel:
             stub = control_pb2_grpc.ControlStub(channel)
             return stub.GetStatus(control_pb2.GetStatusRequest(), timeout=DEADLINE_S, wait_for_ready=True)
+
+
+def http_status(server: ServerProcess, path: str) -> int:
+    """The status code of a GET on the server's HTTP port."""
+    try:
+        url = f"http://127.0.0.1:{server.metrics_port}{path}"
+        with urllib.request.urlopen(url, timeout=DEADLINE_S) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ from tests.service.server_process import (
     DEADLINE_S,
     ServerProcess,
     descendants,
+    free_port,
+    http_status,
     inference,
     is_alive,
     run_cli,
@@ -32,7 +34,9 @@ def request(tokens: int) -> GenerateRequest:
 
 
 def test_a_drain_finishes_streams_refuses_new_ones_and_exits_with_0(tiny_checkpoint: Path) -> None:
-    with running_server(tiny_checkpoint, *SLOW) as server, inference(server) as stub:
+    started = running_server(tiny_checkpoint, *SLOW, metrics_port=free_port())
+    with started as server, inference(server) as stub:
+        assert http_status(server, "/readyz") == 200
         stream = stub.Generate(request(300), timeout=DEADLINE_S)
         tokens = list(next(stream).token_ids)
         server.send_to_group(signal.SIGINT)
@@ -46,6 +50,8 @@ def test_a_drain_finishes_streams_refuses_new_ones_and_exits_with_0(tiny_checkpo
                 next(stub.Generate(request(1), timeout=DEADLINE_S))
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
             assert "draining" in refused.value.details()
+            assert http_status(server, "/readyz") == 503
+            assert http_status(server, "/healthz") == 200
             last = None
             for message in stream:
                 tokens.extend(message.token_ids)
