@@ -305,9 +305,9 @@ __device__ __forceinline__ void store_quotient(bf16* target, float4 value, float
 // query, out: bf16 [rows, n_heads, kHeadDim]; k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim];
 // block_table: int32 [slots, table_width]; splits, n_splits: from plan_decode. partial_out: float32
 // [splits, n_heads, kHeadDim]; partial_totals: float2 [splits, n_heads]. Rows of one split go to `out`, others
-// to the partial results. The launch right before must be the one that wrote the newest keys and queries, and
-// must not be plan_decode: the plan and older keys are read while it still runs. Grid: any number of blocks.
-// Dynamic shared memory: kWarps·kStages stages, two tiles of queries, the merge's rows.
+// to the partial results. The plan, the block table and all keys but the newest are read while the launch right
+// before still runs, so that must not be one that writes them. Grid: any number of blocks. Dynamic shared
+// memory: kWarps·kStages stages, two tiles of queries, the merge's rows.
 template <int kHeadDim, int kKeys, int kWarps, int kStages, bool kSoftcap>
 __global__ void __launch_bounds__(kWarps * 32, 1)
     attention_decode(const bf16* __restrict__ query, const bf16* __restrict__ k_pages,

@@ -199,8 +199,9 @@ def attention_decode(
     workspace        as in DecodeShape.workspace
     splits           as given to plan_decode
 
-    The launch right before must be the one that writes the step's keys and queries, not plan_decode: with
-    dependent launch, the plan and older keys are read while that one still runs.
+    With dependent launch, the plan, the block table and all keys but each row's newest are read while the
+    launch right before still runs. So that one may write queries and newest keys (rope_and_write), but it must
+    not be plan_decode or change_slots.
 
     Raises ValueError for shapes that do not fit.
     """

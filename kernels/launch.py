@@ -2,7 +2,7 @@
 
 A Launch is a kernel with its grid and arguments fixed: calling it enqueues it on a stream, eagerly or
 into a graph capture. The driver is called through its own function pointer with prepared structures;
-`docs/measurements.md` has the cost beside those of cuda.bindings' and cuda.core's calls.
+`benchmarks/kernels-h200.md` has the cost beside those of cuda.bindings' and cuda.core's calls.
 """
 
 from __future__ import annotations
