@@ -53,6 +53,7 @@ VARIANTS = (
     DecodeVariant(64, 32, 4, 2, "less shared memory"),
     DecodeVariant(128, 16, 4, 3, "two blocks a multiprocessor, up to 4 heads per kv head; one with more"),
     DecodeVariant(128, 16, 4, 2, "less shared memory"),
+    DecodeVariant(128, 16, 2, 2, "less shared memory, 16 heads per kv head"),
     DecodeVariant(256, 16, 4, 2, "up to 160 KB of shared memory"),
     DecodeVariant(256, 16, 2, 2, "less shared memory"),
 )
@@ -200,8 +201,8 @@ def attention_decode(
     splits           as given to plan_decode
 
     With dependent launch, the plan, the block table and all keys but each row's newest are read while the
-    launch right before still runs. So that one may write queries and newest keys (rope_and_write), but it must
-    not be plan_decode or change_slots.
+    launch right before still runs. So that one may write queries and newest keys (rope_and_write), but it
+    must not be plan_decode or change_slots.
 
     Raises ValueError for shapes that do not fit.
     """

@@ -289,7 +289,7 @@ def main() -> None:
 
 
 def write(options: argparse.Namespace, bench: Bench, launches: dict[str, float]) -> None:
-    name = check(driver.cuDeviceGetName(80, 0)).decode().rstrip("\0")
+    name = check(driver.cuDeviceGetName(80, 0)).split(b"\0")[0].decode()
     environment = {
         "device": name,
         "driver": check(driver.cuDriverGetVersion()),
@@ -307,9 +307,9 @@ def write(options: argparse.Namespace, bench: Bench, launches: dict[str, float])
     lines = [
         f"# Kernels on one {name}",
         "",
-        f"Copy {bench.bandwidth / 1e12:.2f} TB/s and bf16 GEMM {bench.flops / 1e12:.0f} TFLOP/s were measured in "
-        f"the same run; NVRTC {environment['nvrtc']}. Each kernel in a CUDA graph over buffers larger than L2, "
-        f"median of {REPLAYS} replays; made by `scripts/gpu/bench_kernels.py`.",
+        f"Copy {bench.bandwidth / 1e12:.2f} TB/s and bf16 GEMM {bench.flops / 1e12:.0f} TFLOP/s in the same run; "
+        f"NVRTC {environment['nvrtc']}. Each kernel in a CUDA graph over buffers larger than L2, median of "
+        f"{REPLAYS} replays; made by `scripts/gpu/bench_kernels.py`.",
         "",
         "| kernel | case | µs | spread | rate | limit µs | of limit |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",

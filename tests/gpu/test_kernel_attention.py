@@ -230,15 +230,3 @@ def test_prefill_long(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_prefill_softcap(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
     run_prefill(gpu, rng, [(0, 300), (77, 90)], (4, 2), head_dim, softcap=2.0)
-
-
-def test_tile_list_covers_every_row_once() -> None:
-    variant = prefill.VARIANTS[2]
-    lengths, starts, group = [1, 64, 500, 7], [0, 9, 100, 3], 7
-    tiles = prefill.tile_list([4, 5, 6, 7], lengths, starts, group, variant)
-    seen = set()
-    for slot, row, length, start, packed in tiles[:, :5].tolist():
-        segment = slot - 4
-        assert (length, start, row) == (lengths[segment], starts[segment], sum(lengths[:segment]))
-        seen |= {(slot, i) for i in range(packed, min(packed + variant.rows, length * group))}
-    assert len(seen) == sum(lengths) * group
