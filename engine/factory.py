@@ -18,7 +18,7 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
     """
     engine = options.engine
     if engine == "auto":
-        engine = "reference" if _why_no_cuda() is not None else "cuda"
+        engine = "reference" if _why_no_cuda(options.device) is not None else "cuda"
     if engine == "reference":
         return _load_reference(options, progress)
     if engine == "simulated":
@@ -42,35 +42,20 @@ def _load_simulated(options: EngineOptions, progress: Progress | None) -> Engine
     return SimulatedEngine.load(options, progress or (lambda stage, share: None))
 
 
-def _unheard(stage: str, fraction: float) -> None:
-    """Progress that nobody waits for."""
-
-
 def _load_cuda(options: EngineOptions, progress: Progress | None) -> Engine:
-    reason = _why_no_cuda()
+    reason = _why_no_cuda(options.device)
     if reason is not None:
         raise ModelError(f"The CUDA engine cannot run here: {reason}. Use engine auto or reference.")
-    from engine.cuda import load_cuda_engine  # type: ignore[import-not-found, unused-ignore]
+    from engine.cuda.loading import load_cuda_engine
 
-    loaded: Engine = load_cuda_engine(options, progress)
-    return loaded
+    return load_cuda_engine(options, progress)
 
 
-def _why_no_cuda() -> str | None:
-    """What stands in the way of the CUDA engine; None if nothing does."""
-    if find_spec("engine.cuda") is None:
-        return "this installation has no CUDA engine"
-    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
-        return "cuda-python is not installed (pip install 'slipstream-serve[cuda]')"
-    from cuda.bindings import driver
+def _why_no_cuda(device: int) -> str | None:
+    """What stands in the way of the CUDA engine on that GPU; None if nothing does. Creates no context."""
+    for module in ("cuda", "cuda.bindings", "cuda.pathfinder", "nvmath"):
+        if find_spec(module) is None:
+            return f"{module} is not installed (pip install 'slipstream-serve[cuda]')"
+    from engine.cuda.device import why_no_gpu
 
-    try:
-        (status,) = driver.cuInit(0)
-    except RuntimeError as error:
-        return f"the NVIDIA driver cannot be loaded ({error})"
-    if status != driver.CUresult.CUDA_SUCCESS:
-        return f"the NVIDIA driver does not start ({status.name})"
-    status, count = driver.cuDeviceGetCount()
-    if status != driver.CUresult.CUDA_SUCCESS or count == 0:
-        return "there is no NVIDIA GPU"
-    return None
+    return why_no_gpu(device)

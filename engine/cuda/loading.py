@@ -1,0 +1,284 @@
+"""From a checkpoint to a CudaEngine: the one place that knows the order in which things are made.
+
+Kernels compile while weights load; products are tuned and graphs captured once both are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from importlib.metadata import version
+from math import prod
+from time import perf_counter
+
+from cuda.bindings import driver
+
+from engine.checkpoint import Checkpoint, open_checkpoint
+from engine.config import ModelConfig
+from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
+from engine.cuda.buffers import MAX_STOP_IDS, BufferPlan, Buffers, BufferSizes, rope_values
+from engine.cuda.device import Device, Stream, check, cuda_version_text, driver_version
+from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
+from engine.cuda.features import require_supported
+from engine.cuda.gemm import GemmPlanner
+from engine.cuda.ledger import Ledger
+from engine.cuda.memory import Arena, Layout, MemoryPlan, memory_budget, plan_memory
+from engine.cuda.program import Parts
+from engine.cuda.programs import Programs, product_keys
+from engine.cuda.regions import Region
+from engine.cuda.sampling import results_region
+from engine.cuda.settings import CudaSettings
+from engine.cuda.slot_state import SlotControl
+from engine.cuda.staging import Stager
+from engine.cuda.step import Collector, Flights
+from engine.cuda.weight_loading import LoadReport, load_weights
+from engine.cuda.weights import device_weights, reserve_weights, weights_in
+from engine.errors import ModelError
+from engine.interface import EngineCapacity, EngineError, EngineInfo, Progress
+from engine.options import EngineOptions
+from kernels.compiler import nvrtc_version
+from kernels.errors import KernelError
+from kernels.launch import KernelLibrary
+from kernels.registry import all_units
+from kernels.tensor import DType, Tensor
+
+RESERVE_BYTES = 512 << 20
+"""Left free beside the arena: graphs, kernel code and the driver's own."""
+
+_SCRATCH_BYTES = 4 << 30
+"""To tune in: all copies of a large model's head and more."""
+
+_SHARES = {"weights": (0.0, 0.7), "tuning": (0.7, 0.9), "graphs": (0.9, 1.0)}
+"""Of the whole of loading, by stage: from … to."""
+
+
+def load_cuda_engine(
+    options: EngineOptions, progress: Progress | None = None, settings: CudaSettings | None = None
+) -> CudaEngine:
+    """Opens the model and makes an engine of it on GPU options.device.
+
+    Raises ModelError (the model, the GPU or the sizes cannot be used), EngineError (the GPU fails).
+    """
+    settings = settings or CudaSettings()
+    with open_checkpoint(options.model) as checkpoint:
+        require_supported(checkpoint.config)
+        return _Loading(checkpoint, options, settings, progress).run()
+
+
+class _Loading:
+    """One loading under way."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        options: EngineOptions,
+        settings: CudaSettings,
+        progress: Progress | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._config: ModelConfig = checkpoint.config
+        self._options = options
+        self._settings = settings
+        self._progress = progress
+        self._seconds: dict[str, float] = {}
+        self._widths, self._sizes = _buckets(options, settings)
+
+    def run(self) -> CudaEngine:
+        with self._timed("total"), ThreadPoolExecutor(1, "kernels") as pool:
+            with self._timed("context"):
+                self._device = Device.open(self._options.device)
+            compiling = pool.submit(self._compile)
+            plan, stager, results = self._plan_buffers()
+            layout, memory = self._plan_memory(plan, [stager.region, results])
+            stream = self._device.stream(priority=1)
+            arena = self._allocate(layout, stream)
+            buffers = Buffers(plan, arena)
+            report = self._load_weights(arena, buffers)
+            library = self._library(compiling)
+            planner = self._plan_products(arena, plan, stream)
+            parts = Parts(
+                config=self._config,
+                weights=weights_in(arena, self._config),
+                buffers=buffers,
+                staging=stager.region.on_device(arena),
+                library=library,
+                limits=self._device.limits,
+                planner=planner,
+            )
+            programs = self._capture(parts, results.on_device(arena), stream)
+            capacity = self._capacity(memory)
+            made = EngineParts(
+                device=self._device,
+                arena=arena,
+                library=library,
+                planner=planner,
+                stream=stream,
+                buffers=buffers,
+                ledger=Ledger(capacity, self._config.vocab_size, MAX_STOP_IDS),
+                stager=stager,
+                slots=SlotControl(library, buffers, stager.region, parts.staging, stream),
+                programs=programs,
+                flights=Flights(FLIGHTS, stager.region, results),
+                collector=Collector(results, results.on_device(arena), stream),
+            )
+        return CudaEngine(made, self._describe(memory, report, planner), capacity, self._seconds)
+
+    # ---- plans, before anything is allocated
+
+    def _plan_buffers(self) -> tuple[BufferPlan, Stager, Region]:
+        options = self._options
+        sizes = BufferSizes(
+            rows=max(self._sizes[-1], self._widths[-1]),
+            slots=options.max_sequences,
+            width=self._widths[-1],
+            positions=options.max_sequence_length or self._config.max_sequence_length,
+        )
+        plan = BufferPlan(self._config, self._device.limits, sizes)
+        stager = Stager(plan, self._widths, self._sizes)
+        return plan, stager, results_region(sizes.width, stager.prompt_rows)
+
+    def _plan_memory(self, plan: BufferPlan, regions: list[Region]) -> tuple[Layout, MemoryPlan]:
+        layout = Layout()
+        reserve_weights(self._config, layout)
+        plan.reserve(layout)
+        for region in regions:
+            region.reserve(layout)
+        fixed = {**layout.bytes_by_part(), "reserve": RESERVE_BYTES}
+        budget = memory_budget(
+            self._device.total_bytes, self._device.free_bytes(), self._options.memory_fraction
+        )
+        length = self._config.max_sequence_length
+        memory = plan_memory(fixed, plan.page_bytes(), self._options, length, budget)
+        plan.reserve_pages(layout, memory.pages)
+        return layout, memory
+
+    # ---- parts, in order
+
+    def _compile(self) -> KernelLibrary:
+        with self._timed("kernels"):
+            return KernelLibrary.build(
+                all_units(),
+                self._device.limits.arch,
+                cache_folder=self._settings.kernel_folder,
+                dependent_launch=None if self._settings.dependent_launch else False,
+            )
+
+    def _allocate(self, layout: Layout, stream: Stream) -> Arena:
+        """One block, all zeros: slot state starts so, and no page holds a NaN."""
+        with self._timed("allocation"):
+            arena = Arena.allocate(layout, self._device)
+            stream.fill(arena.address, 0, arena.bytes)
+            stream.synchronize()
+        return arena
+
+    def _load_weights(self, arena: Arena, buffers: Buffers) -> LoadReport:
+        with self._timed("weights"):
+            report = load_weights(
+                self._checkpoint, arena, self._device, progress=lambda _, share: self._hear("weights", share)
+            )
+            for mixer in buffers.plan.ropes.values():
+                table = buffers.rope(mixer)
+                values = rope_values(mixer, buffers.plan.sizes.positions)
+                for tensor, array in zip((table.cosines, table.sines), values, strict=True):
+                    check(
+                        driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes), "copying rope"
+                    )
+        return report
+
+    def _library(self, compiling: Future[KernelLibrary]) -> KernelLibrary:
+        """The compiled kernels, loaded: a module must not be loaded during a capture."""
+        try:
+            library = compiling.result()
+            with self._timed("modules"):
+                library.load_all()
+        except KernelError as error:
+            raise EngineError(str(error)) from error
+        return library
+
+    def _plan_products(self, arena: Arena, plan: BufferPlan, stream: Stream) -> GemmPlanner:
+        planner = GemmPlanner(self._device, cache_folder=self._settings.gemm_folder)
+        if not self._settings.tune:
+            return planner
+        weights = weights_in(arena, self._config)
+        keys = product_keys(self._config, weights, self._widths, self._sizes, plan.sizes.logit_rows)
+        with self._timed("tuning"):
+            scratch = _pages_as_scratch(arena, plan)
+            planner.plan_all(keys, scratch=scratch, progress=lambda share: self._hear("tuning", share))
+            if scratch is not None:
+                stream.fill(scratch.address, 0, scratch.bytes)
+                stream.synchronize()
+        return planner
+
+    def _capture(self, parts: Parts, results: Arena, stream: Stream) -> Programs:
+        graphs = self._settings.graphs
+        programs = Programs(parts, results, stream, widths=self._widths, sizes=self._sizes, graphs=graphs)
+        with self._timed("graphs"):
+            if self._settings.capture:
+                programs.capture_all(lambda share: self._hear("graphs", share))
+            stream.synchronize()
+        return programs
+
+    # ---- what the engine says of itself
+
+    def _capacity(self, memory: MemoryPlan) -> EngineCapacity:
+        return EngineCapacity(
+            slots=self._options.max_sequences,
+            pages=memory.pages,
+            max_sequence_length=memory.max_sequence_length,
+            max_step_tokens=self._options.max_step_tokens,
+            pipeline_depth=PIPELINE_DEPTH,
+            prefix_cacheable=not self._config.has_recurrent_state,
+        )
+
+    def _describe(self, memory: MemoryPlan, report: LoadReport, planner: GemmPlanner) -> EngineInfo:
+        fallbacks = [f"weights stored as {stored} were converted to bf16" for stored in report.converted]
+        if memory.shortened:
+            fallbacks.append(memory.shortened)
+        return EngineInfo(
+            engine="cuda",
+            architecture=self._config.architecture,
+            device=self._device.name,
+            weight_dtype="bf16",
+            kv_dtype="bf16",
+            parameters=sum(prod(weight.shape) for weight in device_weights(self._config)),
+            layers=self._config.n_layers,
+            hidden_size=self._config.hidden_size,
+            vocab_size=self._config.vocab_size,
+            memory_plan=memory.bytes_by_purpose,
+            fallbacks=tuple(fallbacks),
+            versions={
+                "driver": cuda_version_text(driver_version()),
+                "nvrtc": ".".join(map(str, nvrtc_version())),
+                "cublaslt": planner.library_version,
+                "cuda-bindings": version("cuda-bindings"),
+            },
+        )
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        began = perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] = perf_counter() - began
+
+    def _hear(self, stage: str, share: float) -> None:
+        if self._progress is not None:
+            start, end = _SHARES[stage]
+            self._progress(stage, start + (end - start) * share)
+
+
+def _buckets(options: EngineOptions, settings: CudaSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(decode widths, prefill sizes). Raises ModelError for more sequences than a step can hold."""
+    if options.max_sequences > MOST_WIDTH:
+        raise ModelError(f"max_sequences {options.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
+    widths = settings.decode_widths or decode_widths(options.max_sequences)
+    return widths, settings.prefill_sizes or prefill_sizes(options.max_step_tokens)
+
+
+def _pages_as_scratch(arena: Arena, plan: BufferPlan) -> Tensor | None:
+    """The KV pages, before they are used, as memory to tune in; None if they are small."""
+    first = arena.tensor(f"kv.{plan.config.attention_layers[0]}.k").address
+    size = arena.address + arena.bytes - first
+    return Tensor(first, (size,), DType.U8) if size >= _SCRATCH_BYTES else None
