@@ -17,9 +17,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kFours = kChunk / (4 * kThreads);  // groups of four consecutive entries that a thread handles
-constexpr float kBinUnit = 131072.0f;            // 2^17: a block's sum of a bin fits in 32 bits …
-constexpr int kMostChunksOfBlock = 8;            // … over so many chunks
-constexpr double kBinError = 1e-4;               // generous: bin masses are right to 1e−5
+constexpr float kBinUnit = 131072.0f;  // 2^17: a block's sum of a bin over four chunks fits in 32 bits
+constexpr double kBinError = 1e-4;     // generous: bin masses are right to 1e−5
 
 // A weight relative to the largest of its bin, from the distance in bins: exp(−x) for x < 1/64, to 6e−7.
 __device__ __forceinline__ uint32 weight_in_bin(float distance, int bin) {
@@ -104,7 +103,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) scratch.best[int64(row) * n_chunks + blockIdx.x] = ChunkBest{best, bad, 0};
 }
 
-// After sample_scan. Grid (at least ⌈chunks / 8⌉, rows), 256 threads.
+// After sample_scan. Grid (at least ⌈chunks / 4⌉, rows), 256 threads.
 template <typename Logit>
 __global__ void __launch_bounds__(kThreads)
     sample_weigh(const Logit* __restrict__ logits, const int32* __restrict__ row_slot, const SlotArrays slots,

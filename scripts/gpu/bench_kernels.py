@@ -304,10 +304,11 @@ def write(options: argparse.Namespace, bench: Bench, launches: dict[str, float])
     path.write_text(
         json.dumps({"environment": environment, "figures": figures}, indent=1, ensure_ascii=False)
     )
+    ceilings = f"Copy {bench.bandwidth / 1e12:.2f} TB/s, bf16 GEMM {bench.flops / 1e12:.0f} TFLOP/s"
     lines = [
         f"# Kernels on one {name}",
         "",
-        f"Copy {bench.bandwidth / 1e12:.2f} TB/s and bf16 GEMM {bench.flops / 1e12:.0f} TFLOP/s in the same run; "
+        f"{ceilings} in the same run; "
         f"NVRTC {environment['nvrtc']}. Each kernel in a CUDA graph over buffers larger than L2, median of "
         f"{REPLAYS} replays; made by `scripts/gpu/bench_kernels.py`.",
         "",

@@ -158,10 +158,14 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 def test_rotations_that_no_lane_layout_serves_are_refused() -> None:
     arguments = {
-        "qkv": tensor(1, 3 * 128), "row_slot": tensor(1, dtype=DType.I32), "block_table": tensor(1, 4, dtype=DType.I32),
-        "q_out": tensor(1, 1, 128), "k_pages": tensor(4, 1, 64, 128), "v_pages": tensor(4, 1, 64, 128),
+        "qkv": tensor(1, 3 * 128),
+        "row_slot": tensor(1, dtype=DType.I32),
+        "block_table": tensor(1, 4, dtype=DType.I32),
+        "q_out": tensor(1, 1, 128),
+        "k_pages": tensor(4, 1, 64, 128),
+        "v_pages": tensor(4, 1, 64, 128),
         "row_position": tensor(1, dtype=DType.I32),
-    }  # fmt: skip
+    }
     table = tensor(256, 6, dtype=DType.F32)
     with pytest.raises(ValueError, match="12 of 128 elements cannot be rotated"):
         rope.rope_and_write(NO_LIBRARY, cosines=table, sines=table, **arguments)
