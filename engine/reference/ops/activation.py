@@ -42,17 +42,17 @@ def gelu_tanh(x: FloatArray) -> FloatArray:
 
 def silu_mul(gate_up: FloatArray) -> FloatArray:
     """SwiGLU: float32 [rows, 2 · intermediate], gate first, to silu(gate) · up [rows, intermediate]."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    result = silu(gate)
-    result *= up
+    intermediate = gate_up.shape[-1] // 2
+    result = silu(gate_up[..., :intermediate])
+    result *= gate_up[..., intermediate:]
     return result
 
 
 def gelu_tanh_mul(gate_up: FloatArray) -> FloatArray:
     """GeGLU: float32 [rows, 2 · intermediate], gate first, to gelu_tanh(gate) · up [rows, intermediate]."""
-    gate, up = np.split(gate_up, 2, axis=-1)
-    result = gelu_tanh(gate)
-    result *= up
+    intermediate = gate_up.shape[-1] // 2
+    result = gelu_tanh(gate_up[..., :intermediate])
+    result *= gate_up[..., intermediate:]
     return result
 
 
