@@ -9,8 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+from cuda.bindings import driver
+from numpy.typing import NDArray
+
 from engine.cuda.buffers import Buffers
-from engine.cuda.device import Device, Stream
+from engine.cuda.device import Device, Stream, check
 from engine.cuda.gemm import GemmPlanner
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Arena
@@ -78,6 +82,20 @@ class CudaEngine(Engine):
                 self._decode(parts, work.decode, flight)
             parts.stream.record(flight.done)
             return CudaStep(flight, parts.flights.enqueued(flight), work, parts.ledger)
+
+    @property
+    def parts(self) -> EngineParts:
+        """For measuring and checking. Raises EngineError once closed or broken."""
+        return self._usable()
+
+    def peek_logits(self, row: int) -> NDArray[np.float32]:
+        """A row of the logits that the last group of rows sampled from, float32 [vocab]. Waits."""
+        parts = self._usable()
+        logits = parts.buffers.logits.logits.rows(row, row + 1)
+        host = np.empty(logits.shape[1], np.float32)
+        parts.stream.synchronize()
+        check(driver.cuMemcpyDtoH(host.ctypes.data, logits.address, logits.bytes), "reading logits")
+        return host
 
     def close(self) -> None:
         parts, self._parts = self._parts, None

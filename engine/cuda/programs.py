@@ -32,8 +32,8 @@ class Programs:
         graphs: bool,
     ) -> None:
         """results: the results region on the device. graphs: replay graphs, or else launch every kernel."""
-        self._parts = parts
-        self._results = results
+        self.parts = parts
+        self.results = results
         self._stream = stream
         self._widths = widths
         self._sizes = sizes
@@ -64,12 +64,12 @@ class Programs:
             runs.close()
 
     def _make_decode(self, key: SampleKey) -> Runnable:
-        body = Body(self._parts, DecodeRows(self._parts, key.width))
+        body = Body(self.parts, DecodeRows(self.parts, key.width))
         calls: list[Call] = [*body.calls, *self._tail(body.leaves_delta).decode(key)]
         return self._replayed(self._stream, calls)
 
     def _make_prefill(self, size: int) -> Runnable:
-        return self._replayed(self._stream, Body(self._parts, PrefillRows(self._parts, size)).calls)
+        return self._replayed(self._stream, Body(self.parts, PrefillRows(self.parts, size)).calls)
 
     def _make_first_tokens(self, key: SampleKey) -> Runnable:
         return Eager(self._stream, self._tail(self._leaves_delta).first_tokens(key))
@@ -78,11 +78,11 @@ class Programs:
         return Eager(self._stream, self._tail(self._leaves_delta).prompt_logprobs(group))
 
     def _tail(self, adds_delta: bool) -> Tail:
-        return Tail(self._parts, self._results, adds_delta=adds_delta)
+        return Tail(self.parts, self.results, adds_delta=adds_delta)
 
     @property
     def _leaves_delta(self) -> bool:
-        return self._parts.weights.layers[-1].feed_forward.down.bias is not None
+        return self.parts.weights.layers[-1].feed_forward.down.bias is not None
 
 
 def product_keys(
