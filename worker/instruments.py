@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from worker.messages import MetricData
 from worker.metrics import DURATION_BOUNDS_S, LATENCY_BOUNDS_S, SIZE_BOUNDS, Histogram, MetricsRegistry
-from worker.scheduling.stats import SchedulerStats, SequenceSummary
+from worker.scheduling.stats import SchedulerStats
 
 PREFIX = "slipstream:"
 
@@ -38,11 +38,8 @@ class WorkerInstruments:
     def started(self, queue_s: float) -> None:
         self._queue_time.observe(queue_s)
 
-    def first_token(self, first_token_s: float) -> None:
+    def first_token(self) -> None:
         self._first_tokens += 1
-
-    def ended(self, summary: SequenceSummary) -> None:
-        """Counted by the scheduler."""
 
     def step_collected(self, now: float, executed_at: float, rows: int, tokens: int) -> None:
         """A step's result is in: `rows` were computed, `tokens` were given to sequences.

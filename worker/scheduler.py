@@ -25,10 +25,10 @@ from worker.scheduling.admission import Admission
 from worker.scheduling.options import SchedulerOptions
 from worker.scheduling.planner import StepPlanner, StepUnderWay
 from worker.scheduling.registry import Registry
-from worker.scheduling.stats import SchedulerObserver, SchedulerStats, SequenceSummary
+from worker.scheduling.stats import SchedulerObserver, SchedulerStats
 from worker.sequence import Request, Sequence, State
 
-__all__ = ["Scheduler", "SchedulerObserver", "SchedulerOptions", "SchedulerStats", "SequenceSummary"]
+__all__ = ["Scheduler", "SchedulerObserver", "SchedulerOptions", "SchedulerStats"]
 
 Clock = Callable[[], float]
 """Seconds, monotonic."""
@@ -275,27 +275,8 @@ class Scheduler:
         self._registry.remove(sequence)
         self._finished[reason] += 1
         sequence.news.finished.append(Finished(sequence.key, reason, message, sequence.preemptions))
-        self._sum_up(sequence, reason)
-
-    def _sum_up(self, sequence: Sequence, reason: FinishReason) -> None:
-        now = self._clock()
-        since = sequence.request.submitted_at
-        started_at, first_token_at = sequence.started_at, sequence.first_token_at
-        if started_at is not None:
-            self._admission.note_run(now - started_at)
-        if self._observer is not None:
-            self._observer.ended(
-                SequenceSummary(
-                    reason=reason,
-                    prompt_tokens=len(sequence.request.prompt),
-                    output_tokens=len(sequence.output),
-                    cached_tokens=sequence.cached_tokens,
-                    preemptions=sequence.preemptions,
-                    queue_s=None if started_at is None else started_at - since,
-                    first_token_s=None if first_token_at is None else first_token_at - since,
-                    total_s=now - since,
-                )
-            )
+        if sequence.started_at is not None:
+            self._admission.note_run(self._clock() - sequence.started_at)
 
     # ---- what a sequence goes through once
 
@@ -307,13 +288,12 @@ class Scheduler:
             self._observer.started(queue_s)
 
     def _note_first_tokens(self, under_way: StepUnderWay, sampled: list[int]) -> None:
-        now = self._clock()
         slots = set(sampled)
         for slot, sequence in under_way.prefilled.items():
-            if slot in slots and sequence.first_token_at is None and sequence.state is not State.FINISHED:
-                sequence.first_token_at = now
+            if slot in slots and not sequence.has_spoken and sequence.state is not State.FINISHED:
+                sequence.has_spoken = True
                 if self._observer is not None:
-                    self._observer.first_token(now - sequence.request.submitted_at)
+                    self._observer.first_token()
 
     def _collect_logprobs(self, result: StepResult, under_way: StepUnderWay) -> None:
         for slot, logprobs in result.logprobs.items():

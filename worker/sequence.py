@@ -108,7 +108,8 @@ class Sequence:
     """Pages of its present or last block table that it found rather than computed."""
     preemptions: int = 0
     started_at: float | None = None
-    first_token_at: float | None = None
+    has_spoken: bool = False
+    """Whether it has given a new token (resubmitted ones do not count)."""
     _digests: list[bytes] | None = None
 
     @property

@@ -7,7 +7,6 @@ from scheduler_harness import Harness
 
 from engine.simulated import SimulatedOptions
 from worker.messages import FinishReason, Rejected, RejectReason
-from worker.scheduler import SchedulerOptions
 
 
 def refusal(answer: int | Rejected) -> Rejected:
@@ -247,8 +246,6 @@ def test_a_malformed_message_raises_and_leaves_no_trace(fields: dict[str, object
         ({"prefill_tokens_beside_decodes": 0}, "prefill_tokens_beside_decodes"),
         ({"prefill_policy": "sometimes"}, "prefill_policy"),
         ({"abort_memory_s": -1}, "abort_memory_s"),
-        ({"max_step_tokens": 3000}, "max_step_tokens is 3000, but the engine takes 2048 at most"),
-        ({"max_step_tokens": 15}, "max_step_tokens is 15, but 16 slots"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, object], text: str) -> None:
@@ -256,5 +253,7 @@ def test_options_that_make_no_sense_are_refused_by_name(options: dict[str, objec
         Harness(**options)
 
 
-def test_the_default_options_are_sound() -> None:
-    assert SchedulerOptions().max_queued > 0
+def test_a_step_must_hold_a_token_of_each_slot() -> None:
+    with pytest.raises(ValueError, match="max_step_tokens is 15, but 16 slots"):
+        Harness(SimulatedOptions(slots=16, max_step_tokens=15))
+    Harness(SimulatedOptions(slots=16, max_step_tokens=16))

@@ -40,7 +40,7 @@ def test_a_short_prompt_takes_one_step_and_then_decodes() -> None:
 
 
 def test_every_step_keeps_to_the_budget_and_never_leaves_out_a_decode_row() -> None:
-    harness = Harness(SimulatedOptions(slots=8, max_step_tokens=512), max_step_tokens=200)
+    harness = Harness(SimulatedOptions(slots=8, max_step_tokens=200))
     running = [harness.submit(5, 60) for _ in range(4)]
     for _ in range(6):
         harness.turn()

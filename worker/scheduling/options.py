@@ -14,8 +14,6 @@ class SchedulerOptions:
 
     max_queued: int = 1024
     """Most sequences (a request with n answers has n) that may wait beyond those that find a free slot."""
-    max_step_tokens: int | None = None
-    """Token budget of one step; None takes the engine's. Never above the engine's, at least its slots."""
     prefill_tokens_beside_decodes: int | None = None
     """Most prompt tokens in a step that also decodes, to bound the time between two tokens of a running
     stream; None takes what the engine advises."""

@@ -54,7 +54,15 @@ class StepPlanner:
     def __init__(
         self, capacity: EngineCapacity, options: SchedulerOptions, on_first_start: Callable[[Sequence], None]
     ) -> None:
-        """`on_first_start` is told of each sequence whose first chunk is in a plan."""
+        """`on_first_start` is told of each sequence whose first chunk is in a plan.
+
+        Raises ValueError if a step has no room for a token of each slot.
+        """
+        if capacity.max_step_tokens < capacity.slots:
+            raise ValueError(
+                f"max_step_tokens is {capacity.max_step_tokens}, but {capacity.slots} slots need as many to "
+                "decode in one step"
+            )
         self.line = WaitingLine()
         self.pages = PageManager(capacity.pages)
         self._prefixes = PrefixSharing(
@@ -68,7 +76,7 @@ class StepPlanner:
         """To be kept up to date by whoever collects results."""
         self.counts = PlannerCounts()
         self._on_first_start = on_first_start
-        self._budget = _step_budget(capacity, options)
+        self._budget = capacity.max_step_tokens
         self._prefill_limit = (
             options.prefill_tokens_beside_decodes or capacity.prefill_tokens_beside_decodes or self._budget
         )
@@ -264,16 +272,3 @@ def _prefill(chunk: Chunk) -> PrefillChunk:
     sequence = chunk.sequence
     start, end = sequence.n_computed, sequence.n_computed + chunk.length
     return PrefillChunk(sequence.slot, sequence.tokens[start:end], start, end == len(sequence.tokens))
-
-
-def _step_budget(capacity: EngineCapacity, options: SchedulerOptions) -> int:
-    budget = options.max_step_tokens or capacity.max_step_tokens
-    if budget > capacity.max_step_tokens:
-        raise ValueError(
-            f"max_step_tokens is {budget}, but the engine takes {capacity.max_step_tokens} at most"
-        )
-    if budget < capacity.slots:
-        raise ValueError(
-            f"max_step_tokens is {budget}, but {capacity.slots} slots need as many to decode in one step"
-        )
-    return budget

@@ -1,4 +1,4 @@
-"""What the scheduler tells about itself: counts for metrics, and one summary per sequence that ended."""
+"""What the scheduler tells about itself: counts when asked, and times as they happen."""
 
 from __future__ import annotations
 
@@ -43,32 +43,11 @@ class SchedulerStats:
     rejected: Mapping[RejectReason, int]
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceSummary:
-    """One sequence, looked back upon; times in seconds of the scheduler's clock."""
-
-    reason: FinishReason
-    prompt_tokens: int
-    output_tokens: int
-    """Resubmitted ones included."""
-    cached_tokens: int
-    preemptions: int
-    queue_s: float | None
-    """From submission to the first chunk; None if it never started."""
-    first_token_s: float | None
-    """From submission to the first new token; None if there was none."""
-    total_s: float
-    """From submission to the end."""
-
-
 class SchedulerObserver(Protocol):
     """Told of rare events (never once per token); must return quickly and not call back."""
 
     def started(self, queue_s: float) -> None:
         """A sequence's first chunk is in a step, so long after its submission."""
 
-    def first_token(self, first_token_s: float) -> None:
-        """A sequence's first new token was collected, so long after its submission."""
-
-    def ended(self, summary: SequenceSummary) -> None:
-        """A sequence is over, for whatever reason (the front's going away included)."""
+    def first_token(self) -> None:
+        """A sequence's first new token was collected."""
