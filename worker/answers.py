@@ -13,10 +13,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from engine.interface import IntArray, Sampling, TokenLogprobs
-from worker.messages import FinishReason
+from worker.messages import FinishReason, answer_seed
 from worker.suspects import Suspicion
-
-_SEED_RANGE = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +121,6 @@ class Answer:
         """The request's sampling as this answer alone needs it when submitted anew."""
         return replace(
             sampling,
-            seed=(sampling.seed + self.index) % _SEED_RANGE,
+            seed=answer_seed(sampling.seed, self.index),
             prompt_logprobs=None if has_prompt_logprobs or self.index else sampling.prompt_logprobs,
         )

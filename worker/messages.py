@@ -40,6 +40,11 @@ class RejectReason(IntEnum):
     NO_WORKER = 6
 
 
+def answer_seed(seed: int, answer: int) -> int:
+    """The seed with which answer `answer` of a request runs: seed + answer, mod 2⁶⁴."""
+    return (seed + answer) % 2**64
+
+
 # ---- front → worker
 
 
@@ -52,7 +57,7 @@ class Submit:
     prompt: IntArray
     """int32 [n_prompt], n_prompt ≥ 1."""
     sampling: Sampling
-    """Of answer 0; answer i runs with seed + i (mod 2⁶⁴)."""
+    """Of answer 0; the seeds of others are answer_seed()'s."""
     max_tokens: int
     """≥ 1; prompt + max_tokens fit max_sequence_length."""
     n: int = 1

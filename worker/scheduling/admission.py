@@ -8,14 +8,13 @@ from itertools import count
 import numpy as np
 
 from engine.interface import EngineCapacity, Sampling
-from worker.messages import Rejected, RejectReason, Submit
+from worker.messages import Rejected, RejectReason, Submit, answer_seed
 from worker.pages import pages_for
 from worker.scheduling.news import FrontNews
 from worker.scheduling.options import SchedulerOptions
 from worker.scheduling.registry import Registry
 from worker.sequence import Request, Sequence
 
-_SEED_MODULUS = 2**64
 _SHORTEST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 60.0
 _FIRST_GUESS_S = 1.0
@@ -129,7 +128,7 @@ def _sampling_of(sampling: Sampling, answer: int, *, has_output: bool) -> Sampli
     wants_prompt = answer == 0 and not has_output
     return replace(
         sampling,
-        seed=(sampling.seed + answer) % _SEED_MODULUS,
+        seed=answer_seed(sampling.seed, answer),
         prompt_logprobs=sampling.prompt_logprobs if wants_prompt else None,
     )
 
