@@ -127,10 +127,12 @@ class WorkerPool:
     async def abort(self, request_id: str) -> bool:
         """Ends the request wherever it is; its answers finish with ABORTED. Whether it was found."""
         generation = self._generations.get(request_id)
-        is_ours = generation is not None and not all(answer.is_over for answer in generation.answers)
-        for answer in generation.answers if generation is not None else ():
-            if self._orphans.remove(answer.key) is not None and generation is not None:
-                generation.end(answer, AnswerFinished(FinishReason.ABORTED))
+        is_ours = False
+        if generation is not None:
+            is_ours = not all(answer.is_over for answer in generation.answers)
+            for answer in generation.answers:
+                if self._orphans.remove(answer.key) is not None:
+                    generation.end(answer, AnswerFinished(FinishReason.ABORTED))
         return await self._roster.abort(request_id) or is_ours
 
     def cancel(self, generation: Generation, answers: list[Answer]) -> None:

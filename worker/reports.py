@@ -83,7 +83,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A sequence has finished on this generation: its death, should it come, is not one at start."""
+    """A sequence has finished on this generation, or many steps have gone well: its death, should it come, is
+    not one at start."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,6 @@ class WorkerView:
     """A worker as this front knows it."""
 
     report: WorkerReport
-    is_connected: bool
     status: Status | None
     """The latest; None before the first, or while it does not run."""
 
@@ -109,7 +108,7 @@ class Roster:
         await asyncio.gather(*(_within(timeout_s, status, None) for status in asked))
         ready = {connection.worker: connection for connection in self.ready()}
         return [
-            WorkerView(report, index in ready, ready[index].status if index in ready else None)
+            WorkerView(report, ready[index].status if index in ready else None)
             for index, report in sorted(self._reports.items())
         ]
 

@@ -199,7 +199,7 @@ async def until_connected(pool: WorkerPool) -> None:
     """Waits for the pool to be connected to every worker."""
     async with asyncio.timeout(TIMEOUT_S):
         await pool.wait_connected()
-        while not all(view.is_connected for view in await pool.statuses()):
+        while not all(view.status is not None for view in await pool.statuses()):
             await asyncio.sleep(0)
 
 

@@ -35,7 +35,7 @@ def view(index: int, state: WorkerState) -> WorkerView:
         ticket=1, running=3, waiting=4, paused=1, slots=4, pages=64, pages_free=10, pages_cached=5, steps=99,
         preemptions=7, is_draining=False, metrics=[],
     )  # fmt: skip
-    return WorkerView(report, state is WorkerState.READY, status if state is WorkerState.READY else None)
+    return WorkerView(report, status if state is WorkerState.READY else None)
 
 
 READY, LOADING, RESTARTING = WorkerState.READY, WorkerState.LOADING, WorkerState.RESTARTING
