@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from engine.errors import CheckpointError, ConfigError
+from engine.files.gguf_head import read_gguf_metadata
+from engine.files.json_file import read_json_object
 
 _ORDINARY = re.compile(r"[Ġ▁]?[A-Za-z]{2,}")
 """A word or a part of one, with byte-level BPE's or SentencePiece's mark for a space before it."""
@@ -38,12 +38,12 @@ def read_vocabulary(model: Path) -> Vocabulary:
 
 
 def _from_folder(folder: Path) -> Vocabulary:
-    config = _read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     text = config.get("text_config", config)
     size = text.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} gives no vocab_size")
-    tokenizer = _read_json(folder / "tokenizer.json")
+    tokenizer = read_json_object(folder / "tokenizer.json")
     entries = tokenizer.get("model", {}).get("vocab", {})
     pairs = entries.items() if isinstance(entries, dict) else ((e[0], i) for i, e in enumerate(entries))
     added = {token.get("id") for token in tokenizer.get("added_tokens", ())}
@@ -54,21 +54,20 @@ def _from_folder(folder: Path) -> Vocabulary:
 
 
 def _from_gguf(file: Path) -> Vocabulary:
-    from gguf import GGUFReader  # takes a quarter of a second to import, and only this needs it
-
-    try:
-        fields = GGUFReader(file).fields
-        architecture = str(fields["general.architecture"].contents())
-        pieces = fields["tokenizer.ggml.tokens"].contents()
-        kinds = fields["tokenizer.ggml.token_type"].contents()
-    except (ValueError, KeyError, IndexError) as error:
-        raise CheckpointError(f"{file} is no GGUF file with a tokenizer: {error}") from error
+    metadata = read_gguf_metadata(file)
+    architecture = str(metadata.get("general.architecture"))
+    pieces, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(pieces, list) or not isinstance(kinds, list) or len(pieces) != len(kinds):
+        raise CheckpointError(f"{file} has no tokenizer")
     known = {
-        i: piece for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)) if kind == _GGUF_NORMAL
+        i: str(piece)
+        for i, (piece, kind) in enumerate(zip(pieces, kinds, strict=True))
+        if kind == _GGUF_NORMAL
     }
-    length = fields.get(f"{architecture}.context_length")
-    max_length = _DEFAULT_LENGTH if length is None else int(length.contents())
-    return _vocabulary(architecture, len(pieces), max_length, known)
+    length = metadata.get(f"{architecture}.context_length")
+    return _vocabulary(
+        architecture, len(pieces), length if isinstance(length, int) else _DEFAULT_LENGTH, known
+    )
 
 
 def _vocabulary(architecture: str, size: int, length: int, known: dict[int, str]) -> Vocabulary:
@@ -79,15 +78,3 @@ def _vocabulary(architecture: str, size: int, length: int, known: dict[int, str]
         raise CheckpointError("the tokenizer has no tokens besides special ones")
     note = "the vocabulary has no plain words: simulated text is made of any tokens that are not special"
     return Vocabulary(architecture, size, length, tuple(sorted(known)), (note,))
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file} is no JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no JSON object")
-    return content

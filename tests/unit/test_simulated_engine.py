@@ -419,11 +419,11 @@ def test_loaded_from_a_checkpoint_it_speaks_ordinary_words(tiny_checkpoint: Path
 @pytest.mark.parametrize(
     ("files", "error", "text"),
     [
-        ({}, CheckpointError, "config.json cannot be read"),
-        ({"config.json": "{"}, CheckpointError, "config.json is no JSON"),
-        ({"config.json": "[]"}, CheckpointError, "holds no JSON object"),
+        ({}, ConfigError, "has no config.json"),
+        ({"config.json": "{"}, ConfigError, "config.json is not valid JSON"),
+        ({"config.json": "[]"}, ConfigError, "does not hold a JSON object"),
         ({"config.json": "{}"}, ConfigError, "gives no vocab_size"),
-        ({"config.json": '{"vocab_size": 9}'}, CheckpointError, "tokenizer.json cannot be read"),
+        ({"config.json": '{"vocab_size": 9}'}, ConfigError, "has no tokenizer.json"),
         (
             {"config.json": '{"vocab_size": 9}', "tokenizer.json": '{"model": {"vocab": {}}}'},
             CheckpointError,
@@ -445,7 +445,7 @@ def test_a_model_that_is_not_there_or_is_no_gguf_is_refused(tmp_path: Path) -> N
         SimulatedEngine.load(EngineOptions(tmp_path / "absent"), lambda stage, done: None)
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"GGUF" + b"\0" * 30)
-    with pytest.raises(CheckpointError, match="no GGUF file"):
+    with pytest.raises(CheckpointError, match="GGUF version 0 is not supported"):
         SimulatedEngine.load(EngineOptions(broken), lambda stage, done: None)
 
 
