@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.tensor import SourceTensor
 from engine.files.gguf_head import GgufCursor, read_gguf_head
-from engine.files.mapping import map_file, map_tail
+from engine.files.mapping import map_file, view_bytes
 from engine.quantization.tensor_type import TensorType
 
 _TYPES = {int(GGMLQuantizationType[t.name]): t for t in TensorType if t is not TensorType.F8_E4M3}
@@ -78,7 +78,7 @@ def _tensors(
         if info.offset % alignment or start + info.offset + size > len(data):
             raise cursor.error(f"truncated or malformed: tensor {info.name!r} reaches beyond the file")
         spans.append((info.offset, info.offset + size, info.name))
-        read = partial(map_tail, data, start + info.offset, size)
+        read = partial(view_bytes, data, start + info.offset, size)
         tensors[info.name] = SourceTensor(info.name, tensor_type, info.shape, read)
     spans.sort()
     for (_, end, name), (begin, _, other) in pairwise(spans):

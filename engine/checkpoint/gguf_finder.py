@@ -41,7 +41,7 @@ class GgufFinder:
         problem = self._check(source, shape, name)
         heads = self._permuted_heads(name) if self._is_permuted else None
         load = partial(_load, canonical, source, shape, name.expert or 0, heads)
-        return Found(load, str(source.type), (source.name,), problem)
+        return Found(load, (source.name,), problem)
 
     def file_name(self, canonical: str) -> str:
         return gguf_name(canonical)

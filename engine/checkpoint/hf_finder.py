@@ -79,7 +79,7 @@ class HfFinder:
         problem = check(source, stored, shape, scale, layout)
         names = (source.name,) if scale is None else (source.name, scale.name)
         load = partial(_load, canonical, source, shape, scale, layout)
-        return Found(load, str(source.type), names, problem)
+        return Found(load, names, problem)
 
     def _scale_of(self, weight: str) -> SourceTensor | None:
         """The scale beside an FP8 weight: `weight_scale_inv` multiplies just as `weight_scale` does."""
@@ -104,7 +104,7 @@ class HfFinder:
             layout = None
         problem = check(source, source.shape, fused, scale, layout)
         load = partial(_load_expert, canonical, source, (rows, columns), place, scale, layout)
-        return Found(load, str(source.type), names, problem)
+        return Found(load, names, problem)
 
 
 def find_head(sources: Mapping[str, SourceTensor], prefix: str) -> str | None:

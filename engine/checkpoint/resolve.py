@@ -23,8 +23,6 @@ class Found:
     """Where one weight comes from."""
 
     load: Loader
-    stored_as: str
-    """Type for people, e.g. "bf16"."""
     sources: tuple[str, ...]
     """Tensors of the file that it takes from."""
     problem: str | None = None

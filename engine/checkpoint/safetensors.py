@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.tensor import SourceTensor
 from engine.errors import CheckpointError
-from engine.files.mapping import map_file, map_tail
+from engine.files.mapping import map_file, view_bytes
 from engine.quantization.tensor_type import TensorType
 
 MAX_HEADER_BYTES = 100_000_000
@@ -59,7 +59,7 @@ def read_safetensors(path: Path) -> dict[str, SourceTensor]:
             continue
         tensor_type, shape, begin, end = _entry(path, name, entry)
         spans.append((begin, end, name))
-        read = partial(map_tail, data, start + begin, end - begin)
+        read = partial(view_bytes, data, start + begin, end - begin)
         tensors[name] = SourceTensor(name, tensor_type, shape, read)
     _check_spans(path, spans, len(data) - start)
     return tensors

@@ -31,10 +31,6 @@ class Tensor:
     """Rows and columns under one element of `scale`, where it is per block."""
 
     @property
-    def n_elements(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
     def n_bytes(self) -> int:
         """Stored bytes, scale included."""
         return int(self.data.nbytes) + (0 if self.scale is None else int(self.scale.nbytes))

@@ -23,6 +23,6 @@ def map_file(path: Path) -> NDArray[np.uint8]:
     return np.frombuffer(mapped, np.uint8)
 
 
-def map_tail(data: NDArray[np.uint8], start: int, size: int) -> NDArray[np.uint8]:
+def view_bytes(data: NDArray[np.uint8], start: int, size: int) -> NDArray[np.uint8]:
     """A view of bytes start … start + size − 1, which the caller has checked to exist."""
     return data[start : start + size]

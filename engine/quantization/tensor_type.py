@@ -32,10 +32,6 @@ class TensorType(StrEnum):
         """Bytes of one block; the item size for plain types."""
         return _BLOCKS[self][1]
 
-    @property
-    def is_quantised(self) -> bool:
-        return self is TensorType.F8_E4M3 or self.block_elements > 1
-
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many elements. Raises ValueError unless they fill whole blocks."""
         if columns % self.block_elements:
