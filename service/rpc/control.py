@@ -81,6 +81,10 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         async with StatusOnError(context, "Control.GetStatus"):
             views = await self._serving.pool.statuses()
             facts = self._server.facts()
+            versions = dict(facts.versions)
+            for view in views:
+                if view.report.info is not None:
+                    versions |= view.report.info.versions
             return control_pb2.GetStatusResponse(
                 state=server_state(views, self._serving.condition.is_draining),
                 version=facts.version,
@@ -89,7 +93,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
                 front=facts.front,
                 open_streams=self._serving.requests_open,
                 workers=[_worker_status(view) for view in views],
-                versions=dict(facts.versions),
+                versions=versions,
             )
 
     async def GetMetrics(  # noqa: N802

@@ -1,8 +1,8 @@
 """vllm.grpc.engine.VllmEngine: the protocol of the smg gateway, on the same machinery.
 
 The gateway keeps templates, tokenizing and the OpenAI HTTP API to itself and sends token ids. It counts a
-server that answers UNIMPLEMENTED or INTERNAL as broken, so that a request it should not have sent is always
-INVALID_ARGUMENT here.
+server that answers a Generate with UNIMPLEMENTED or INTERNAL as broken, so that one it should not have sent
+is always INVALID_ARGUMENT here.
 """
 
 from __future__ import annotations

@@ -52,6 +52,7 @@ INFO = EngineInfo(
     layers=2,
     hidden_size=64,
     vocab_size=VOCAB_SIZE,
+    versions={"numpy": "2"},
 )
 CAPACITY = EngineCapacity(
     slots=4,

@@ -66,6 +66,7 @@ def test_status_at_any_time(tiny_checkpoint: Path, workers: list[WorkerState], s
                     100, 2, "weights", "killed",
                 )  # fmt: skip
                 assert (second.running, second.engine) == (0, "simulated")
+                assert dict(reply.versions) == {"grpcio": "1", "numpy": "2"}
 
     run(scenario())
 
