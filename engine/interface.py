@@ -26,6 +26,11 @@ Progress = Callable[[str, float], None]
 """Called while loading with a stage's name and how far loading is in all, 0 to 1."""
 
 
+def pages_for(tokens: int) -> int:
+    """Pages that hold so many tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
 class EngineError(Exception):
     """The engine cannot go on; its process should end and be started anew."""
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
-from engine.interface import PAGE_SIZE, IntArray
+from engine.interface import IntArray
 
 DIGEST_BYTES = 32
 """256 bits: that two prefixes share a digest, by accident or by design, is out of the question, so a
@@ -26,11 +26,6 @@ def root_digest(salt: str) -> bytes:
 def page_digest(parent: bytes, tokens: IntArray) -> bytes:
     """The digest of a full page, int32 [PAGE_SIZE], after the prefix that `parent` stands for."""
     return blake2b(parent + tokens.astype("<i4", copy=False).tobytes(), digest_size=DIGEST_BYTES).digest()
-
-
-def pages_for(n_tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-n_tokens // PAGE_SIZE)
 
 
 class PageManager:

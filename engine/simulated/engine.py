@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 
 from engine.interface import (
-    PAGE_SIZE,
     Engine,
     EngineError,
     EngineInfo,
@@ -20,6 +19,7 @@ from engine.interface import (
     StepHandle,
     StepPlan,
     StepResult,
+    pages_for,
 )
 from engine.options import EngineOptions
 from engine.simulated.ledger import Ledger
@@ -119,11 +119,10 @@ class SimulatedEngine(Engine):
         progress("reading the vocabulary", 0.0)
         vocabulary = read_vocabulary(options.model)
         length = options.max_sequence_length or vocabulary.max_sequence_length
-        pages_per_sequence = -(-length // PAGE_SIZE)
         engine = cls(
             SimulatedOptions(
                 slots=options.max_sequences,
-                pages=options.kv_pages or options.max_sequences * pages_per_sequence,
+                pages=options.kv_pages or options.max_sequences * pages_for(length),
                 max_sequence_length=length,
                 max_step_tokens=max(options.max_step_tokens, options.max_sequences),
                 pipeline_depth=_PIPELINE_DEPTH,

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from worker.pages import PageManager, page_digest, pages_for, root_digest
+from engine.interface import pages_for
+from worker.pages import PageManager, page_digest, root_digest
 
 PAGE = np.arange(64, dtype=np.int32)
 

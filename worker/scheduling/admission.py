@@ -7,9 +7,8 @@ from itertools import count
 
 import numpy as np
 
-from engine.interface import EngineCapacity, Sampling
+from engine.interface import EngineCapacity, Sampling, pages_for
 from worker.messages import Rejected, RejectReason, Submit, answer_seed
-from worker.pages import pages_for
 from worker.scheduling.news import FrontNews
 from worker.scheduling.options import SchedulerOptions
 from worker.scheduling.registry import Registry

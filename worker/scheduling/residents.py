@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import insort
 from heapq import heappop, heappush
 
-from engine.interface import PAGE_SIZE, EngineCapacity, PageAssignment, SlotStart
-from worker.pages import PageManager, pages_for
+from engine.interface import PAGE_SIZE, EngineCapacity, PageAssignment, SlotStart, pages_for
+from worker.pages import PageManager
 from worker.scheduling.prefixes import PrefixSharing
 from worker.sequence import NO_SLOT, Rank, Sequence, State
 
