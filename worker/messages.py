@@ -190,8 +190,11 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class AbortDone:
+    """The answer to Abort."""
+
     ticket: int
     found: bool
+    """Whether this worker had the request, queued or running."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +210,11 @@ class StageStats:
 
 @dataclass(frozen=True, slots=True)
 class ProfileDone:
+    """The answer to ProfileStart."""
+
     ticket: int
     steps: int
+    """Measured; fewer than asked for if time ran out."""
     stages: list[StageStats]
 
 

@@ -68,8 +68,11 @@ class WorkerReport:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
+    """How far the engine has loaded."""
+
     stage: str
     progress: float
+    """0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 
 class RopeKind(StrEnum):
+    """How a table's frequencies come from theta; see _FORMULAS. The names are those of `rope_type`."""
+
     DEFAULT = "default"
     LINEAR = "linear"
     LLAMA3 = "llama3"

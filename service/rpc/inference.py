@@ -108,6 +108,7 @@ def _detokenize(
 
 
 def model_info(model: ServedModel) -> inference_pb2.GetModelInfoResponse:
+    """What is being served, and its limits."""
     info, capacity, tokenizer = model.info, model.capacity, model.tokenizer
     return inference_pb2.GetModelInfoResponse(
         name=model.name,
