@@ -87,7 +87,7 @@ def _describe(violations: Sequence[Violation]) -> tuple[str, BadRequest]:
         details.field_violations.add(field=field, description=description)
         texts.append(f"{field}: {description}")
     if len(violations) > len(texts):
-        texts.insert(0, f"{len(violations)} violations, the first {len(texts)} being")
+        texts[0] = f"{len(violations)} violations, the first {len(texts)} being: {texts[0]}"
     return "; ".join(texts), details
 
 

@@ -15,13 +15,16 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.rpc.errors import Context, RpcError, StatusOnError, quote
+from service.rpc.errors import Context, RpcError, StatusOnError, invalid_field, quote
 
 _Response: TypeAlias = health_pb2.HealthCheckResponse
 _Status: TypeAlias = int
 
 # Changes kept for one watcher that reads slowly; the oldest go first.
 MAX_PENDING_CHANGES = 64
+
+# A watcher's request stays in memory while it watches, and it needs no token: no service has so long a name.
+MAX_NAME_CHARACTERS = 1024
 
 
 class _Watcher:
@@ -85,6 +88,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
         name = request.service
+        async with StatusOnError(context, "Health.Watch"):
+            if len(name) > MAX_NAME_CHARACTERS:
+                raise invalid_field("service", f"has {len(name)} characters; no service has so long a name")
         watcher = _Watcher(self._states.get(name, _Response.SERVICE_UNKNOWN))
         watcher.is_over = self._is_over
         self._watchers.setdefault(name, set()).add(watcher)

@@ -20,6 +20,7 @@ from service.rpc.serving import Serving
 from service.rpc.vllm_facade import VllmEngineServicer
 
 MAX_REQUEST_BYTES = 32 * 2**20
+MAX_PENDING_CALLS = 65_536
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.so_reuseport", 1),
@@ -29,6 +30,10 @@ SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     # Calls open at once per connection; those beyond wait in the client. A guard against one connection
     # holding thousands of handlers, not admission: the workers' queues do that, and say so.
     ("grpc.max_concurrent_streams", 4096),
+    # Calls that have come and that the event loop has not yet taken: gRPC would cancel some beyond 1,000 and
+    # all beyond 3,000, which a burst reaches, and with a status that tells the client nothing.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     # Clients and proxies may ping as often as ten times a second, with or without calls. Without these, a
     # client that pings every 2 s loses its connection (GOAWAY, too_many_pings) after some 11 s.
     ("grpc.http2.min_ping_interval_without_data_ms", 100),

@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from protos.slipstream.v1 import inference_pb2 as pb
-from service.rpc import serving
+from service.rpc import interception, serving
 from tests.unit.rpc_harness import (
     ScriptedGeneration,
     answers_with,
@@ -240,5 +240,49 @@ def test_long_prompts_waiting_to_be_read_have_a_limit_together(
             # Short ones need no thread, and later ones find room again.
             await harness.inference.Complete(generate_request())
             await harness.inference.Complete(generate_request("river " * 16_000))
+
+    run(scenario())
+
+
+def test_large_requests_under_way_have_a_limit_together(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC holds a request's bytes until its call is over, those that mean nothing to us included."""
+    monkeypatch.setattr(interception, "MAX_HELD_BYTES", 50_000)
+    unknown_field = b"\xa2\x06\xa0\x9c\x01" + b"z" * 20_000  # number 100, of 20,000 bytes
+    large = pb.GenerateRequest.FromString(generate_request().SerializeToString() + unknown_field)
+
+    async def scenario() -> None:
+        async with rpc_server(tiny_checkpoint) as harness:
+            calls = [harness.inference.Generate(large) for _ in range(2)]
+            generation = await harness.pool.submitted(2)
+            error = await error_of(harness.inference.Complete(large))
+            assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert "memory" in (error.details() or "")
+            assert retry_delay_of(error) is not None
+            small = harness.inference.Generate(generate_request())
+            await harness.pool.submitted(3)
+            for call in (calls[0], small):
+                call.cancel()
+            while harness.serving.requests_open > 1:
+                await asyncio.sleep(0.001)
+            again = harness.inference.Generate(large)
+            await harness.pool.submitted(4)
+            assert not generation.closed.is_set()
+            calls[1].cancel()
+            again.cancel()
+
+    run(scenario())
+
+
+def test_a_burst_of_calls_is_answered_not_cancelled(tiny_checkpoint: Path) -> None:
+    """More than gRPC lets wait by default, all there before the server's event loop runs."""
+
+    async def scenario() -> None:
+        async with rpc_server(tiny_checkpoint) as harness:
+            await harness.inference.Abort(pb.AbortRequest(request_id="x"))
+            calls = [harness.inference.Abort(pb.AbortRequest(request_id=f"r{i}")) for i in range(4_000)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            assert [answer for answer in answers if isinstance(answer, BaseException)] == []
 
     run(scenario())

@@ -186,3 +186,15 @@ def test_a_watcher_that_goes_away_is_forgotten(tiny_checkpoint: Path) -> None:
                 await asyncio.sleep(0.001)
 
     run(scenario())
+
+
+def test_a_name_that_no_service_has_is_not_kept_in_memory(tiny_checkpoint: Path) -> None:
+    async def scenario() -> None:
+        async with rpc_server(tiny_checkpoint) as harness:
+            watch = harness.health.Watch(ask("n" * 100_000))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await watch.read()
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert "service: has 100000 characters" in (caught.value.details() or "")
+
+    run(scenario())
