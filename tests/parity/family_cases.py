@@ -108,6 +108,10 @@ def _mistral() -> Iterator[tuple[str, dict[str, Any]]]:
     for window in (1, 16, 64, 65, 199, 200, 201):
         yield f"window-{window}", mistral(sliding_window=window, heads=6, kv_heads=2, layers=2, hidden=96)
     yield "yarn", mistral(sliding_window=None, rope_parameters=_YARN_FULL | {"rope_theta": 1e6})
+    yield (
+        "gqa8",
+        mistral(sliding_window=64, heads=8, kv_heads=1, head_dim=128, layers=1, tie_word_embeddings=True),
+    )
 
 
 def _smollm3() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,6 +121,7 @@ def _smollm3() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "interval", smollm3(layers=5, heads=2, kv_heads=1, no_rope_layer_interval=2)
     yield "listed", smollm3(no_rope_layers=[0, 1, 1], tie_word_embeddings=True, attention_bias=True)
     yield "window", smollm3(layers=4, use_sliding_window=True, sliding_window=30, mlp_bias=True)
+    yield "gqa3", smollm3(layers=5, hidden=192, heads=3, kv_heads=1)
 
 
 def _qwen2() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -126,15 +131,16 @@ def _qwen2() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "gqa7", qwen2(heads=14, kv_heads=2, head_dim=None, hidden=448, layers=1, tie_word_embeddings=True)
     yield "window", qwen2(use_sliding_window=True, sliding_window=50, max_window_layers=1, head_dim=None)
     yield "yarn", qwen2(rope_scaling=_YARN, rope_theta=1e6, head_dim=None, heads=1, kv_heads=1)
+    yield "gqa3", qwen2(hidden=384, heads=3, kv_heads=1, head_dim=None, layers=1)
 
 
 def _qwen2_5_vl() -> Iterator[tuple[str, dict[str, Any]]]:
-    text = _text(
-        "qwen2_5_vl_text",
-        head_dim=None,
-        rope_scaling={"type": "mrope", "rope_type": "default", "mrope_section": [2, 3, 3]},
-        layer_types=["full_attention"] * 3,
-    )
+    def text(section: list[int], **settings: Any) -> dict[str, Any]:
+        rope = {"type": "mrope", "rope_type": "default", "mrope_section": section}
+        layers = settings.get("layers", 3)
+        types = ["full_attention"] * layers
+        return _text("qwen2_5_vl_text", head_dim=None, rope_scaling=rope, layer_types=types, **settings)
+
     vision = {
         "depth": 1,
         "hidden_size": 32,
@@ -144,7 +150,10 @@ def _qwen2_5_vl() -> Iterator[tuple[str, dict[str, Any]]]:
         "fullatt_block_indexes": [0],
     }
     top = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"}
-    yield "nested", top | {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
+    plain = text([2, 3, 3])
+    yield "nested", top | {"text_config": plain, "vision_config": vision, "tie_word_embeddings": False}
+    gqa7 = text([4, 6, 6], hidden=224, heads=7, kv_heads=1, layers=1)
+    yield "gqa7-tied", top | {"text_config": gqa7, "vision_config": vision, "tie_word_embeddings": True}
 
 
 def _qwen3() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -156,6 +165,8 @@ def _qwen3() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "biases", qwen3(attention_bias=True, heads=3, kv_heads=3, hidden=96)
     yield "yarn", qwen3(rope_scaling=_YARN | {"attention_factor": 1.3}, heads=2, kv_heads=2)
     yield "window", qwen3(use_sliding_window=True, sliding_window=64, max_window_layers=2)
+    yield "gqa7-head-256", qwen3(heads=7, kv_heads=1, head_dim=256, layers=1)
+    yield "gqa3", qwen3(heads=6, kv_heads=2, layers=5)
 
 
 def _qwen3_moe() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -173,6 +184,8 @@ def _qwen3_moe() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "sparse-step", moe(layers=5, decoder_sparse_step=2, num_experts_per_tok=1)
     yield "dense-only", moe(layers=4, mlp_only_layers=[0, 2], num_experts=5, num_experts_per_tok=5)
     yield "biases-window", moe(attention_bias=True, use_sliding_window=True, sliding_window=33, layers=2)
+    yield "gqa8", moe(heads=8, kv_heads=1, head_dim=128, layers=1, num_experts_per_tok=8)
+    yield "gqa3", moe(heads=3, kv_heads=1, head_dim=64, tie_word_embeddings=True)
 
 
 _GEMMA_VISION = {
@@ -325,6 +338,18 @@ def _qwen3_5() -> Iterator[tuple[str, dict[str, Any]]]:
             head_dim=128,
         ),
     )
+    yield (
+        "gqa7-head-256",
+        causal
+        | _hybrid_text(
+            "qwen3_5_text",
+            layers=3,
+            full_attention_interval=3,
+            heads=7,
+            kv_heads=1,
+            head_dim=256,
+        ),
+    )
     top = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
     yield (
         "wrapper",
@@ -352,6 +377,7 @@ def _qwen3_5_moe() -> Iterator[tuple[str, dict[str, Any]]]:
     causal = {"architectures": ["Qwen3_5MoeForCausalLM"]}
     yield "split", causal | text()
     yield "fused", causal | text(layers=3, num_experts_per_tok=4, full_attention_interval=3)
+    yield "gqa3-tied", causal | text(layers=3, heads=3, kv_heads=1, tie_word_embeddings=True)
     top = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
     yield (
         "wrapper-fused",
@@ -390,12 +416,16 @@ def _mistral3() -> Iterator[tuple[str, dict[str, Any]]]:
     }
     ministral = _text("ministral3", heads=6, kv_heads=2, hidden=96, sliding_window=None, rope_parameters=yarn)
     yield "ministral", top | {"text_config": ministral}
+    gqa7 = _text("mistral", heads=7, kv_heads=1, head_dim=64, hidden=96, sliding_window=None, layers=1)
+    yield "gqa7-tied", top | {"text_config": gqa7, "tie_word_embeddings": True}
 
 
 _PLACES = {
     "mistral3-wrapper": {"prefix": "language_model.model.", "head_name": "language_model.lm_head.weight"},
+    "mistral3-gqa7-tied": {"prefix": "model.language_model."},
     "mistral3-ministral": {"prefix": "language_model.model.", "head_name": "language_model.lm_head.weight"},
     "qwen2_5_vl-nested": {"prefix": "model.language_model."},
+    "qwen2_5_vl-gqa7-tied": {"prefix": "model.language_model."},
     "gemma4-wrapper": {"prefix": "model.language_model."},
     "qwen3_5-wrapper": {"prefix": "model.language_model."},
     "qwen3_5_moe-wrapper-fused": {"prefix": "model.language_model.", "fuse_experts": True, "shards": 3},
