@@ -1,0 +1,48 @@
+"""The CUDA engine on a GPU: what must hold of it, and the reference engine's log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+pytest.importorskip("nvmath")
+
+from engine.cuda.device import why_no_gpu
+from engine.cuda.loading import load_cuda_engine
+from engine.cuda.settings import CudaSettings
+from engine.interface import Engine
+from engine.options import EngineOptions
+from tests.cuda_scenarios import FAMILIES, SCENARIOS, Load, logprobs_are_those_of_the_reference
+
+pytestmark = pytest.mark.gpu
+LAZY = CudaSettings(tune=False, capture=False)
+
+
+@pytest.fixture
+def load() -> Iterator[Load]:
+    """Loads engines and closes them after the test; skips without a GPU."""
+    reason = why_no_gpu()
+    if reason is not None:
+        pytest.skip(reason)
+    engines: list[Engine] = []
+
+    def make(options: EngineOptions) -> Engine:
+        engines.append(load_cuda_engine(options, None, LAZY))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_are_those_of_the_reference(tmp_path: Path, load: Load, family: str) -> None:
+    logprobs_are_those_of_the_reference(load, tmp_path, family)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(tmp_path: Path, load: Load, scenario: object) -> None:
+    scenario(load, tmp_path)  # type: ignore[operator]
