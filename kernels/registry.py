@@ -11,6 +11,7 @@ from kernels import (
     norm,
     rope,
     sampling,
+    skinny,
     slots,
 )
 from kernels.compiler import CompileUnit
@@ -19,6 +20,7 @@ FAMILIES: dict[str, tuple[CompileUnit, ...]] = {
     "norm": norm.UNITS,
     "rope": rope.UNITS,
     "activation": activation.UNITS,
+    "skinny": skinny.UNITS,
     "embedding": embedding.UNITS,
     "attention_decode": attention_decode.UNITS,
     "attention_prefill": attention_prefill.UNITS,

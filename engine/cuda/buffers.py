@@ -42,7 +42,7 @@ class Activations:
     """Of one stream. Rows of `residual` and `delta` from `rows` on are the slots' carried rows."""
 
     residual: Tensor
-    """float32 [rows + slots, hidden]."""
+    """float32 or bf16 [rows + slots, hidden]."""
     delta: Tensor
     """bf16 [rows + slots, hidden]: what a product adds to the residual where it has a bias."""
     normed: Tensor
@@ -110,6 +110,8 @@ class BufferSizes:
     """Most decode rows, padding included."""
     positions: int
     """Of the longest sequence."""
+    residual: DType
+    """Of the residual stream."""
 
     @property
     def logit_rows(self) -> int:
@@ -196,7 +198,7 @@ class BufferPlan:
         query = max(mixer.q_dim for mixer in self.mixers)
         intermediate = max(spec.intermediate for spec in dense)
         return {
-            "residual": ((with_carried, hidden), DType.F32),
+            "residual": ((with_carried, hidden), self.sizes.residual),
             "delta": ((with_carried, hidden), DType.BF16),
             "normed": ((rows, hidden), DType.BF16),
             "qkv": ((rows, max(mixer.q_dim + 2 * mixer.kv_dim for mixer in self.mixers)), DType.BF16),
@@ -281,7 +283,7 @@ def rope_key(mixer: AttentionSpec) -> tuple[RopeSpec | None, int]:
 
 
 def rope_half(mixer: AttentionSpec) -> int:
-    """Columns of the table. A layer without rope turns the fewest elements that the kernel can, by nothing."""
+    """Columns of the table. A layer without rope turns the fewest elements that a kernel can, by nothing."""
     return mixer.head_dim // 32 if mixer.rope is None else mixer.rope.rotary_dim // 2
 
 

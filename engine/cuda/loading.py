@@ -96,7 +96,7 @@ class _Loading:
             buffers = Buffers(plan, arena)
             report = self._load_weights(arena, buffers)
             library = self._library(compiling)
-            planner = self._plan_products(arena, plan, stream)
+            planner = GemmPlanner(self._device, cache_folder=self._settings.gemm_folder)
             parts = Parts(
                 config=self._config,
                 weights=weights_in(arena, self._config),
@@ -105,7 +105,9 @@ class _Loading:
                 library=library,
                 limits=self._device.limits,
                 planner=planner,
+                skinny=self._settings.skinny,
             )
+            self._tune(planner, parts, arena, stream)
             programs = self._capture(parts, results.on_device(arena), stream)
             capacity = self._capacity(memory)
             made = EngineParts(
@@ -133,6 +135,7 @@ class _Loading:
             slots=options.max_sequences,
             width=self._widths[-1],
             positions=options.max_sequence_length or self._config.max_sequence_length,
+            residual=self._settings.residual,
         )
         plan = BufferPlan(self._config, self._device.limits, sizes)
         stager = Stager(plan, self._widths, self._sizes)
@@ -196,19 +199,16 @@ class _Loading:
             raise EngineError(str(error)) from error
         return library
 
-    def _plan_products(self, arena: Arena, plan: BufferPlan, stream: Stream) -> GemmPlanner:
-        planner = GemmPlanner(self._device, cache_folder=self._settings.gemm_folder)
+    def _tune(self, planner: GemmPlanner, parts: Parts, arena: Arena, stream: Stream) -> None:
         if not self._settings.tune:
-            return planner
-        weights = weights_in(arena, self._config)
-        keys = product_keys(self._config, weights, self._widths, self._sizes, plan.sizes.logit_rows)
+            return
         with self._timed("tuning"):
-            scratch = _pages_as_scratch(arena, plan)
+            keys = product_keys(parts, self._widths, self._sizes)
+            scratch = _pages_as_scratch(arena, parts.buffers.plan)
             planner.plan_all(keys, scratch=scratch, progress=lambda share: self._hear("tuning", share))
             if scratch is not None:
                 stream.fill(scratch.address, 0, scratch.bytes)
                 stream.synchronize()
-        return planner
 
     def _capture(self, parts: Parts, results: Arena, stream: Stream) -> Programs:
         graphs = self._settings.graphs

@@ -6,13 +6,13 @@ buffers planned before; running it allocates nothing. Which family a model came 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, NormSpec
+from engine.config import Activation, AttentionSpec, DenseSpec, LayerSpec, ModelConfig, NormSpec
 from engine.cuda.buffers import Buffers, part, tile_class
-from engine.cuda.gemm import Epilogue, GemmKey, GemmPlan
+from engine.cuda.gemm import Epilogue, GemmKey
 from engine.cuda.memory import Arena
 from engine.cuda.weights import AttentionWeights, DenseWeights, LayerWeights, LinearWeights, ModelWeights
 from kernels.activation import gated_activation
@@ -23,16 +23,32 @@ from kernels.embedding import embed
 from kernels.launch import KernelLibrary, Launch
 from kernels.norm import add_rms_norm
 from kernels.rope import rope_and_write
+from kernels.skinny import Finish, fits, skinny_product
 from kernels.tensor import DType, Tensor
 
 Call = Callable[[int], None]
 """Enqueues itself on a stream: a kernel launch or a matrix product of fixed buffers."""
 
 
+class Plan(Protocol):
+    """How to compute a product: a GemmPlan."""
+
+    def bind(
+        self,
+        *,
+        x: Tensor,
+        w: Tensor,
+        y: Tensor,
+        workspace: Tensor,
+        bias: Tensor | None = None,
+        c: Tensor | None = None,
+    ) -> Call: ...
+
+
 class Planner(Protocol):
     """Where matrix products come from: a GemmPlanner."""
 
-    def plan(self, key: GemmKey) -> GemmPlan: ...
+    def plan(self, key: GemmKey) -> Plan: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +63,8 @@ class Parts:
     library: KernelLibrary
     limits: DeviceLimits
     planner: Planner
+    skinny: bool
+    """Own kernels, not cuBLASLt, for products of few rows."""
 
 
 class Rows(Protocol):
@@ -223,8 +241,12 @@ class Body:
 
     def _feed_forward(self, spec: DenseSpec, weights: DenseWeights) -> None:
         rows = self._rows.count
-        gate_up = part(self._activations.gate_up, rows, 2 * spec.intermediate)
         activated = part(self._activations.activated, rows, spec.intermediate)
+        if fuses_activation(self._parts, spec, rows, self._normed.shape[1]):
+            self._skinny(self._normed, weights.gate_up.weight, activated, Finish.SWIGLU)
+            self._add_product(activated, weights.down)
+            return
+        gate_up = part(self._activations.gate_up, rows, 2 * spec.intermediate)
         self._product(self._normed, weights.gate_up.weight, gate_up, bias=weights.gate_up.bias)
         self.calls.append(
             gated_activation(
@@ -232,6 +254,12 @@ class Body:
             )
         )
         self._add_product(activated, weights.down)
+
+    def _is_skinny(self, weight: Tensor) -> bool:
+        return is_skinny(self._parts, self._rows.count, weight.shape)
+
+    def _skinny(self, x: Tensor, weight: Tensor, y: Tensor, finish: Finish) -> None:
+        self.calls.append(skinny_product(self._parts.library, x=x, weight=weight, y=y, finish=finish))
 
     def _norm(self, weight: Tensor, norm: NormSpec) -> None:
         """Adds what the product before left, and normalises the residual stream."""
@@ -248,6 +276,9 @@ class Body:
         self.calls.append(launch)
 
     def _product(self, x: Tensor, weight: Tensor, y: Tensor, *, bias: Tensor | None = None) -> None:
+        if bias is None and self._is_skinny(weight):
+            self._skinny(x, weight, y, Finish.STORE)
+            return
         key = product_key(x.shape[0], weight.shape, biased=bias is not None)
         workspace = self._activations.workspace
         self.calls.append(
@@ -260,11 +291,26 @@ class Body:
             self._delta = self._activations.delta.rows(0, self._rows.count)
             self._product(x, linear.weight, self._delta, bias=linear.bias)
             return
-        key = add_product_key(x.shape[0], linear.weight.shape)
+        if self._is_skinny(linear.weight):
+            self._skinny(x, linear.weight, self._residual, Finish.ADD)
+            return
+        key = add_product_key(x.shape[0], linear.weight.shape, self._residual.dtype)
         bound = self._parts.planner.plan(key).bind(
             x=x, w=linear.weight, y=self._residual, c=self._residual, workspace=self._activations.workspace
         )
         self.calls.append(bound)
+
+
+def is_skinny(parts: Parts, rows: int, weight: tuple[int, ...]) -> bool:
+    """Whether a product without bias goes to an own kernel. weight: its shape [n, k]."""
+    n, k = weight
+    return parts.skinny and fits(rows, n, k)
+
+
+def fuses_activation(parts: Parts, spec: DenseSpec, rows: int, hidden: int) -> bool:
+    """Whether the gate|up product applies its activation itself."""
+    has_kernel = spec.activation is Activation.SILU and not spec.bias
+    return has_kernel and is_skinny(parts, rows, (spec.intermediate, hidden))
 
 
 def product_key(rows: int, weight: tuple[int, ...], *, biased: bool = False) -> GemmKey:
@@ -273,10 +319,10 @@ def product_key(rows: int, weight: tuple[int, ...], *, biased: bool = False) -> 
     return GemmKey(rows, n, k, epilogue=Epilogue.BIAS if biased else Epilogue.NONE)
 
 
-def add_product_key(rows: int, weight: tuple[int, ...]) -> GemmKey:
-    """A product added to the float32 residual stream."""
+def add_product_key(rows: int, weight: tuple[int, ...], residual: DType) -> GemmKey:
+    """A product added to the residual stream."""
     n, k = weight
-    return GemmKey(rows, n, k, y=DType.F32, epilogue=Epilogue.ADD)
+    return GemmKey(rows, n, k, y=residual, epilogue=Epilogue.ADD)
 
 
 def head_key(rows: int, config: ModelConfig) -> GemmKey:
@@ -284,18 +330,29 @@ def head_key(rows: int, config: ModelConfig) -> GemmKey:
     return GemmKey(rows, config.vocab_size, config.hidden_size, y=DType.F32)
 
 
-def body_keys(weights: ModelWeights, rows: Iterable[int]) -> list[GemmKey]:
-    """Every product of bodies of those numbers of rows, each once."""
-    keys: dict[GemmKey, None] = {}
-    for count in rows:
-        for layer in weights.layers:
-            keys[product_key(count, layer.mixer.qkv.weight.shape)] = None
-            biased = layer.feed_forward.gate_up.bias is not None
-            keys[product_key(count, layer.feed_forward.gate_up.weight.shape, biased=biased)] = None
-            for linear in (layer.mixer.o, layer.feed_forward.down):
-                shape = linear.weight.shape
-                biased = linear.bias is not None
-                keys[product_key(count, shape, biased=True) if biased else add_product_key(count, shape)] = (
-                    None
-                )
-    return list(keys)
+class KeyCollector:
+    """A planner for programs that are built for the keys of their products alone."""
+
+    def __init__(self) -> None:
+        self.keys: dict[GemmKey, None] = {}
+
+    def plan(self, key: GemmKey) -> KeyCollector:
+        self.keys[key] = None
+        return self
+
+    def bind(self, **operands: Tensor | None) -> Call:
+        return _nothing
+
+
+def _nothing(stream: int) -> None:
+    """Never enqueued."""
+
+
+def distinct_layers(parts: Parts) -> Parts:
+    """The same model with one layer of each kind: enough to learn the keys of all products."""
+    layers = {spec: weights for spec, weights in zip(parts.config.layers, parts.weights.layers, strict=True)}
+    return replace(
+        parts,
+        config=replace(parts.config, layers=tuple(layers)),
+        weights=replace(parts.weights, layers=tuple(layers.values())),
+    )

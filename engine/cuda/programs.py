@@ -6,15 +6,23 @@ Each is built when first asked for, or before serving by `capture_all`. Knows no
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from engine.config import ModelConfig
 from engine.cuda.device import Stream
 from engine.cuda.gemm import GemmKey
 from engine.cuda.graphs import Eager, Graph, Runnable, Runs
 from engine.cuda.memory import Arena
-from engine.cuda.program import Body, Call, DecodeRows, Parts, PrefillRows, body_keys, head_key
+from engine.cuda.program import (
+    Body,
+    Call,
+    DecodeRows,
+    KeyCollector,
+    Parts,
+    PrefillRows,
+    distinct_layers,
+    head_key,
+)
 from engine.cuda.sampling import Tail
-from engine.cuda.weights import ModelWeights
 from engine.cuda.work import SampleKey
 
 
@@ -85,10 +93,13 @@ class Programs:
         return self.parts.weights.layers[-1].feed_forward.down.bias is not None
 
 
-def product_keys(
-    config: ModelConfig, weights: ModelWeights, widths: Sequence[int], sizes: Sequence[int], logit_rows: int
-) -> list[GemmKey]:
-    """Every matrix product of all programs, each once."""
-    rows = dict.fromkeys((*widths, *sizes))
-    heads = dict.fromkeys((*widths, logit_rows))
-    return [*body_keys(weights, rows), *(head_key(count, config) for count in heads)]
+def product_keys(parts: Parts, widths: Sequence[int], sizes: Sequence[int]) -> list[GemmKey]:
+    """Every matrix product that the programs leave to cuBLASLt, each once: learnt by building them."""
+    collector = KeyCollector()
+    parts = replace(distinct_layers(parts), planner=collector)
+    for width in widths:
+        Body(parts, DecodeRows(parts, width))
+    for size in sizes:
+        Body(parts, PrefillRows(parts, size))
+    heads = dict.fromkeys((*widths, parts.buffers.plan.sizes.logit_rows))
+    return [*collector.keys, *(head_key(count, parts.config) for count in heads)]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from engine.cuda.gemm_cache import default_cache_folder as default_gemm_folder
 from kernels.compiler import default_cache_folder as default_kernel_folder
+from kernels.tensor import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,10 @@ class CudaSettings:
     """Capture all graphs while loading; else each when it is first needed."""
     graphs: bool = True
     """Replay graphs; else launch every kernel (to find which one fails)."""
+    skinny: bool = True
+    """Own kernels for products of at most 8 rows, not cuBLASLt."""
+    residual: DType = DType.BF16
+    """Of the residual stream; float32 rounds less and moves more."""
     dependent_launch: bool = True
     """Programmatic dependent launch, where the device has it."""
     kernel_folder: Path | None = field(default_factory=default_kernel_folder)

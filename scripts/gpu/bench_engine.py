@@ -38,6 +38,7 @@ from engine.interface import (
     StepPlan,
 )
 from engine.options import EngineOptions
+from kernels.tensor import DType
 from scripts.benchmark.figures import Figure, table
 from scripts.gpu.engine_profile import profile_decode, profile_prefill
 from scripts.gpu.make_random_checkpoint import MODELS, make_random_checkpoint
@@ -117,8 +118,12 @@ class Streams:
 
 
 class Bench:
-    def __init__(self, out: Path, name: str, parts: Sequence[str]) -> None:
-        self._out, self._name, self._parts = out, name, parts
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._out, self._name, self._parts = arguments.out, arguments.name, arguments.parts
+        self.models: list[str] = arguments.models
+        self.step_tokens: int = arguments.step_tokens
+        self.skinny: bool = not arguments.no_skinny
+        self.residual = DType(arguments.residual)
         self.figures: list[Figure] = []
         self.details: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
@@ -157,7 +162,9 @@ class Bench:
 
 
 def measure(bench: Bench, model: str, folder: Path) -> None:
-    engine = load(folder, CudaSettings(decode_widths=WIDTHS, prefill_sizes=(16, CHUNK)))
+    sizes = tuple(sorted({16, CHUNK, bench.step_tokens}))
+    arm = {"skinny": bench.skinny, "residual": bench.residual}
+    engine = load(folder, CudaSettings(decode_widths=WIDTHS, prefill_sizes=sizes, **arm), bench.step_tokens)
     try:
         bench.details.setdefault("machine", {"card": engine.info.device} | engine.info.versions)
         bench.details[f"{model} first start, s"] = engine.startup
@@ -175,10 +182,10 @@ def measure(bench: Bench, model: str, folder: Path) -> None:
     bench.part(f"{model}/startup", lambda: startup(bench, model, folder))
 
 
-def load(folder: Path, settings: CudaSettings) -> CudaEngine:
+def load(folder: Path, settings: CudaSettings, step_tokens: int = CHUNK) -> CudaEngine:
     pages = 64 * -(-LONGEST // PAGE_SIZE)
     options = EngineOptions(
-        folder, max_sequences=64, max_step_tokens=CHUNK, kv_pages=pages, max_sequence_length=LONGEST
+        folder, max_sequences=64, max_step_tokens=step_tokens, kv_pages=pages, max_sequence_length=LONGEST
     )
     return load_cuda_engine(options, None, settings)
 
@@ -233,33 +240,43 @@ def contexts(bench: Bench, model: str, engine: CudaEngine) -> None:
 
 
 def prefill(bench: Bench, model: str, engine: CudaEngine) -> None:
-    random = np.random.default_rng(1)
-    prompts = random.integers(3, engine.info.vocab_size, (8, CHUNK)).astype(np.int32)
-
-    def plan(slot: int) -> StepPlan:
-        each = CHUNK // PAGE_SIZE
-        return StepPlan(
-            2,
-            starts=(SlotStart(slot, GREEDY, prompts[slot], prompts[slot][:0]),),
-            pages=tuple(PageAssignment(slot, i, slot * each + i) for i in range(each)),
-            prefills=(PrefillChunk(slot, prompts[slot], 0, True),),
-        )
-
+    prompts = _prompts(engine, 8)
     for _ in range(2):
-        engine.execute(plan(0)).result()
+        engine.execute(_prompt_plan(prompts, [0])).result()
     rates, first = [], []
     for _ in range(5):
         began = time.perf_counter()
-        engine.execute(plan(0)).result()
+        engine.execute(_prompt_plan(prompts, [0])).result()
         first.append((time.perf_counter() - began) * 1e3)
-    for _ in range(4):
+    together = bench.step_tokens // CHUNK
+    for _ in range(5):
         began = time.perf_counter()
-        handles = [engine.execute(plan(slot)) for slot in range(8)]
+        handles = [
+            engine.execute(_prompt_plan(prompts, range(slot, slot + together)))
+            for slot in range(0, 8, together)
+        ]
         for handle in handles:
             handle.result()
         rates.append(8 * CHUNK / (time.perf_counter() - began))
-    bench.add("prefill 8 × 2,048", "tok/s", rates, model=model)
+    note = f"{bench.step_tokens:,} tokens a pass"
+    bench.add("prefill 8 × 2,048", "tok/s", rates[1:], model=model, note=note)
     bench.add("first token of 2,048", "ms", first, model=model)
+
+
+def _prompts(engine: CudaEngine, count: int) -> np.ndarray:
+    random = np.random.default_rng(1)
+    return random.integers(3, engine.info.vocab_size, (count, CHUNK)).astype(np.int32)
+
+
+def _prompt_plan(prompts: np.ndarray, slots: Sequence[int]) -> StepPlan:
+    """Whole prompts of CHUNK tokens into slots."""
+    each = CHUNK // PAGE_SIZE
+    return StepPlan(
+        2,
+        starts=tuple(SlotStart(slot, GREEDY, prompts[slot], prompts[slot][:0]) for slot in slots),
+        pages=tuple(PageAssignment(slot, i, slot * each + i) for slot in slots for i in range(each)),
+        prefills=tuple(PrefillChunk(slot, prompts[slot], 0, True) for slot in slots),
+    )
 
 
 def profile(bench: Bench, model: str, engine: CudaEngine) -> None:
@@ -267,6 +284,7 @@ def profile(bench: Bench, model: str, engine: CudaEngine) -> None:
     for count in WIDTHS:
         Streams(engine, count, 256, 448, GREEDY).decode(2)
         bench.details[f"{model} profile decode ×{count}, µs"] = profile_decode(engine, count)
+    engine.execute(_prompt_plan(_prompts(engine, 1), [0])).result()
     bench.details[f"{model} profile prefill {CHUNK}, µs"] = profile_prefill(engine, CHUNK)
     for name, parts in bench.details.items():
         if name.startswith(f"{model} profile"):
@@ -321,9 +339,11 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", default=["qwen3-1.7b", "qwen3-8b"], choices=sorted(MODELS))
     everything = ("ceilings", "decode", "prefill", "contexts", "profile", "startup")
     parser.add_argument("--parts", nargs="+", default=everything, choices=everything)
-    arguments = parser.parse_args()
-    bench = Bench(arguments.out, arguments.name, arguments.parts)
-    for model in arguments.models:
+    parser.add_argument("--step-tokens", type=int, default=4 * CHUNK, help="prompt tokens of one pass")
+    parser.add_argument("--no-skinny", action="store_true")
+    parser.add_argument("--residual", choices=("bf16", "f32"), default="bf16")
+    bench = Bench(parser.parse_args())
+    for model in bench.models:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             try:
                 make_random_checkpoint(Path(folder), model)

@@ -36,10 +36,13 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--skip", default="-", help="leave out the parts whose names begin with this")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {}
     for name, part in _parts(arguments.shape, arguments.layers).items():
+        if name.startswith(arguments.skip):
+            continue
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
             try:

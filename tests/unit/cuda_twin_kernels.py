@@ -101,6 +101,22 @@ def _gated(grid: Any, kinds: list[str], gate_up: int, out: int, inter: int) -> N
     array(out, BF16, rows, inter)[:] = gate * up
 
 
+def _skinny(grid: Any, kinds: list[str], x: int, weights: int, y: int, rows: int, n: int, k: int) -> None:
+    assert grid[0] * 16 == n
+    assert k % 32 == 0
+    finish = int(kinds[1])
+    inputs = array(x, BF16, rows, k).astype(F32)
+    products = inputs @ array(weights, BF16, n * (1 + (finish == 2)), k).astype(F32).T
+    target = array(y, _C_TYPES[kinds[0]], rows, n)
+    if finish == 1:
+        target[:] = target.astype(F32) + products
+    elif finish == 2:
+        gate = products[:, :n]
+        target[:] = gate / (1 + np.exp(-gate)) * products[:, n:]
+    else:
+        target[:] = products
+
+
 def _rope(grid: Any, kinds: list[str], qkv: int, bias: int, q_norm: int, k_norm: int, cosines: int, sines: int,
           row_slot: int, row_position: int, slot_position: int, slot_active: int, block_table: int, q_out: int,
           k_pages: int, v_pages: int, n_heads: int, n_kv: int, half: int, width: int, epsilon: float,
@@ -322,6 +338,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "embed": ("pppppiif", _embed),
     "add_rms_norm": ("ppppppiff", _norm),
     "gated_activation": ("ppi", _gated),
+    "skinny_product": ("pppiii", _skinny),
     "rope_and_write": ("p" * 14 + "iiiiff", _rope),
     "plan_decode": ("ppppppiiii", _plan_decode),
     "attention_decode": ("p" * 9 + "iiiff", _decode),
