@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ MAX_JSON_BYTES = 128_000_000
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ConfigError, also for a file that is not there."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for a writer
+            raise ConfigError(f"{path} is no regular file")
+        if status.st_size > MAX_JSON_BYTES:
             raise ConfigError(f"{path} is too large for a model's JSON file")
         value = json.loads(path.read_bytes())
     except FileNotFoundError as error:

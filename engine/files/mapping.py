@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import stat
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from engine.errors import CheckpointError
 def map_file(path: Path) -> NDArray[np.uint8]:
     """The whole file as uint8 [size]; unmapped once nothing refers to it. Raises CheckpointError."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+            raise CheckpointError(f"{path} is no regular file")
         with path.open("rb") as file:
             if file.seek(0, 2) == 0:
                 raise CheckpointError(f"{path} is empty")

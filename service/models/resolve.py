@@ -24,8 +24,13 @@ def resolve_model(
     progress = progress or no_progress
     if not name.strip():
         raise ModelNotFound("No model is named.")
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        is_here = path.exists()
+    except (OSError, RuntimeError) as error:  # too long a name, a forbidden folder, an unknown user's home
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ModelNotFound(f"{name[:200]} cannot be looked up: {reason}.") from error
+    if is_here:
         return _local(path)
     if name.lower() in DEMO_MODELS:
         return fetch_demo_model(name.lower(), progress)

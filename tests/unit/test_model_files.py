@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -220,3 +221,13 @@ def test_broken_json_gives_one_clear_error(
     with pytest.raises(ConfigError, match=problem) as caught:
         read_json_object(path)
     assert str(tmp_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_refused_unopened(make: Callable[[Path], None], tmp_path: Path) -> None:
+    """Opening a pipe would wait for its writer for ever."""
+    path = tmp_path / "x"
+    make(path)
+    for read, problem in ((read_json_object, ConfigError), (read_gguf_metadata, CheckpointError)):
+        with pytest.raises(problem, match="x is no regular file"):
+            read(path)

@@ -69,6 +69,8 @@ def test_the_home_folder_may_be_abbreviated(tmp_path: Path, monkeypatch: pytest.
         ("./missing", "no file or folder ./missing"),
         ("/missing/folder", "no file or folder /missing/folder"),
         ("missing.gguf", "no file or folder missing.gguf"),
+        ("x" * 5000, "^x{200} cannot be looked up: File name too long"),
+        ("~nobody-of-this-name/x", "cannot be looked up: Could not determine home directory"),
         ("gpt-17", r"'gpt-17' is no file.*smollm2-135m-instruct.*organisation/model"),
     ],
 )
