@@ -58,10 +58,6 @@ class ChatTemplates:
         self._special_tokens = dict(special_tokens or {})
         self._limits = limits or RenderLimits()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._templates)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -69,12 +65,11 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
-        template_name: str | None = None,
     ) -> str:
         """The prompt text; to be tokenized with add_special_tokens=False.
 
-        With several templates, `template_name` picks one; by default "tool_use" where there are tools and
-        such a template, else "default". Client data is made plain and ordered first (json_values).
+        With several templates, "tool_use" is taken where there are tools and such a template, else
+        "default". Client data is made plain and ordered first (json_values).
 
         Raises ChatTemplateError. CPU-bound, up to RenderLimits: long conversations belong in a thread.
         """
@@ -82,7 +77,7 @@ class ChatTemplates:
         taken = sorted(_RESERVED.intersection(further))
         if taken:
             raise ChatTemplateError(f"{', '.join(taken)} cannot be set as a template argument.")
-        template = self._select(template_name, bool(tools))
+        template = self._select(with_tools=bool(tools))
         variables = {
             **self._special_tokens,
             "documents": None,
@@ -93,9 +88,8 @@ class ChatTemplates:
         }
         return self._run(template, variables)
 
-    def _select(self, name: str | None, with_tools: bool) -> jinja2.Template:
-        if name is None:
-            name = _TOOL_USE if with_tools and _TOOL_USE in self._templates else _DEFAULT
+    def _select(self, *, with_tools: bool) -> jinja2.Template:
+        name = _TOOL_USE if with_tools and _TOOL_USE in self._templates else _DEFAULT
         template = self._templates.get(name)
         if template is None:
             raise ChatTemplateError(

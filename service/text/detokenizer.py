@@ -1,7 +1,8 @@
 """Tokens to text as they come: whole characters only, each as soon as it is whole.
 
 Works on the tokens' bytes, so any number of tokens may share a character. The pieces' concatenation is
-exactly what decoding all bytes at once with errors="replace" gives, however the tokens are cut up.
+exactly what decoding all bytes at once with errors="replace" gives, however the tokens are cut up. Tokens
+continue a text, so the space that SentencePiece writes before a word stays.
 """
 
 from __future__ import annotations
@@ -15,14 +16,11 @@ from service.text.tokenizer import TextTokenizer
 class Detokenizer:
     """One sequence's text. Special tokens have none. Work is linear in the tokens; nothing is redone."""
 
-    __slots__ = ("_is_at_start", "_pending", "_table")
+    __slots__ = ("_pending", "_table")
 
-    def __init__(self, tokenizer: TextTokenizer, *, starts_text: bool = False) -> None:
-        """`starts_text`: nothing precedes the tokens, so the space that SentencePiece puts before a text
-        is dropped."""
+    def __init__(self, tokenizer: TextTokenizer) -> None:
         self._table = tokenizer.visible_bytes_table
         self._pending = b""
-        self._is_at_start = starts_text and tokenizer.strips_leading_space
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Text that is whole now. Ids beyond the vocabulary (a model's padding rows) have no text."""
@@ -35,9 +33,6 @@ class Detokenizer:
 
     def push_bytes(self, data: bytes) -> str:
         """The same for bytes of the text."""
-        if self._is_at_start and data:
-            self._is_at_start = False
-            data = data.removeprefix(b" ")
         if self._pending:
             data = self._pending + data
         # Bytes that may still become a character stay; others are U+FFFD.
@@ -51,10 +46,10 @@ class Detokenizer:
         self._pending = b""
         return text
 
-    def mark(self) -> tuple[bytes, bool]:
-        """The state, to go back to."""
-        return self._pending, self._is_at_start
+    def mark(self) -> bytes:
+        """The state, to go back to: the bytes of an unfinished character."""
+        return self._pending
 
-    def rewind(self, mark: tuple[bytes, bool]) -> None:
+    def rewind(self, mark: bytes) -> None:
         """As if nothing had been pushed since the mark."""
-        self._pending, self._is_at_start = mark
+        self._pending = mark

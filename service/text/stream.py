@@ -39,12 +39,9 @@ class OutputText:
         *,
         include_stop: bool = False,
         min_tokens: int = 0,
-        starts_text: bool = False,
     ) -> None:
-        """`starts_text`: the answer has no prompt before it, so a SentencePiece tokenizer's leading
-        space goes."""
         self._tokenizer = tokenizer
-        self._detokenizer = Detokenizer(tokenizer, starts_text=starts_text)
+        self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens_left = min_tokens

@@ -34,15 +34,11 @@ def test_any_bytes_decode_as_at_once(data: st.DataObject, noise: bytes, text: st
     assert stream(Detokenizer(BYTES), pushes) == bytes(ids).decode("utf-8", "replace")
 
 
-@given(st.data(), st.lists(st.integers(0, PIECES.vocab_size + 3), max_size=30), st.booleans())
-def test_byte_fallback_tokens_decode_as_at_once(
-    data: st.DataObject, ids: list[int], starts_text: bool
-) -> None:
+@given(st.data(), st.lists(st.integers(0, PIECES.vocab_size + 3), max_size=30))
+def test_byte_fallback_tokens_decode_as_at_once(data: st.DataObject, ids: list[int]) -> None:
     raw = b"".join(PIECES.token_bytes(i) for i in ids)
-    if starts_text:
-        raw = raw.removeprefix(b" ")
     pushes = data.draw(cuts(ids))
-    detokenizer = Detokenizer(PIECES, starts_text=starts_text)
+    detokenizer = Detokenizer(PIECES)
     assert stream(detokenizer, pushes) == raw.decode("utf-8", "replace")
 
 
@@ -100,16 +96,9 @@ def test_token_id_zero_is_a_token() -> None:
     assert Detokenizer(BYTES).push([0]) == "\x00"
 
 
-def test_a_leading_space_goes_only_where_the_text_starts() -> None:
-    the, two = 257, 258
-    assert Detokenizer(PIECES, starts_text=True).push([the, the]) == "the the"
+def test_a_leading_space_is_kept() -> None:
+    the = 257
     assert Detokenizer(PIECES).push([the, the]) == " the the"
-    assert Detokenizer(PIECES, starts_text=True).push([two]) == " "
-    late = Detokenizer(PIECES, starts_text=True)
-    assert late.push([]) == ""
-    assert late.push([the]) == "the"
-
-
 
 
 def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +108,7 @@ def test_each_token_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def counted(self: Detokenizer, data: bytes) -> str:
         nonlocal handed
-        handed += len(data) + len(self.mark()[0])
+        handed += len(data) + len(self.mark())
         return original(self, data)
 
     monkeypatch.setattr(Detokenizer, "push_bytes", counted)

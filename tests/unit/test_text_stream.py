@@ -163,7 +163,6 @@ def test_special_tokens_on_the_way_have_no_text() -> None:
 def test_a_leading_space_is_kept_after_a_prompt() -> None:
     pieces = sentencepiece_tokenizer()
     assert OutputText(pieces).push([257, 257]).text == " the the"
-    assert OutputText(pieces, starts_text=True).push([257, 257]).text == "the the"
 
 
 def test_one_stop_set_serves_many_answers() -> None:

@@ -74,9 +74,7 @@ def test_decodes_as_the_library(
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 20_000])
-def test_short_and_long_texts_encode_alike(
-    loaded: TextTokenizer, byte_level: Tokenizer, length: int
-) -> None:
+def test_short_and_long_texts_encode_alike(loaded: TextTokenizer, byte_level: Tokenizer, length: int) -> None:
     text = ("".join(SAMPLES) * (length // 100 + 1))[:length]
     assert loaded.encode(text) == byte_level.encode(text).ids
 
@@ -268,7 +266,7 @@ def test_chat_templates_are_found_wherever_they_stand(byte_level: Tokenizer, tmp
     folder = save(tmp_path, byte_level, tokenizer_config=config)
     templates = load_tokenizer(folder).chat_templates
     assert templates is not None
-    assert templates.names == ("default", "tool_use")
+    assert tuple(templates.sources) == ("default", "tool_use")
     assert templates.render([]) == "config <|im_start|>"
 
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": "json"}))
@@ -281,7 +279,8 @@ def test_chat_templates_are_found_wherever_they_stand(byte_level: Tokenizer, tmp
     (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
     templates = load_tokenizer(folder).chat_templates
     assert templates is not None
-    assert (templates.render([]), templates.render([], template_name="rag")) == ("jinja", "rag")
+    assert templates.render([]) == "jinja"
+    assert templates.sources["rag"] == "rag"
 
 
 @pytest.mark.parametrize(
