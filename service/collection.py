@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from service.control_channel import CollectMetrics, FrontMetrics
-from service.metrics import PREFIX, ProcessMetrics
-from worker.client import PAGE_SIZE, MetricData, Status, WorkerReport, WorkerState
+from service.metrics import ProcessMetrics
+from worker.client import METRICS_PREFIX, PAGE_SIZE, MetricData, Status, WorkerReport, WorkerState
 
 # A front that is too busy to answer by then is shown as it last was.
 TIMEOUT_S = 1.0
@@ -109,13 +109,17 @@ def server_series(
         _data("workers", "gauge", "Worker processes, as configured.", len(reports)),
         _data("workers_ready", "gauge", "Worker processes that take requests.", ready),
         MetricData(
-            PREFIX + "worker_restarts", "counter", "Workers started anew after a death.", (), restarts
+            METRICS_PREFIX + "worker_restarts", "counter", "Workers started anew after a death.", (), restarts
         ),
         MetricData(
-            PREFIX + "front_restarts", "counter", "Fronts started anew after a death.", (), front_restarts
+            METRICS_PREFIX + "front_restarts",
+            "counter",
+            "Fronts started anew after a death.",
+            (),
+            front_restarts,
         ),
         MetricData(
-            PREFIX + "cache_config_info",
+            METRICS_PREFIX + "cache_config_info",
             "gauge",
             "Always 1; the labels say how each worker's KV cache is laid out.",
             cache_labels,
@@ -125,4 +129,4 @@ def server_series(
 
 
 def _data(name: str, kind: str, help_text: str, value: float) -> MetricData:
-    return MetricData(PREFIX + name, kind, help_text, (), float(value))
+    return MetricData(METRICS_PREFIX + name, kind, help_text, (), float(value))

@@ -95,6 +95,8 @@ class MetricsWanted:
 
 @dataclass(frozen=True, slots=True)
 class FrontMetrics:
+    """The answer to CollectMetrics."""
+
     ticket: int
     metrics: list[MetricData]
     """This front's own."""

@@ -35,7 +35,7 @@ from service.control_channel import (
     ServerMetrics,
     WorkersChanged,
 )
-from service.front_metrics import FrontMetrics as Instruments
+from service.front_instruments import FrontInstruments
 from service.logs import configure_logs
 from service.metrics import prometheus_text
 from service.options import ServeOptions
@@ -103,7 +103,7 @@ class Front:
 
     def __init__(self, settings: FrontSettings, channel: ControlChannel) -> None:
         self._settings = settings
-        self._instruments = Instruments()
+        self._instruments = FrontInstruments()
         self._channel = channel
         self._pool = WorkerPool(settings.index, settings.authkey, on_change=self._refresh)
         self._serving = Serving(self._pool, settings.options.workers, self._instruments)

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -137,13 +136,9 @@ class FrontGroup:
         ours, theirs = socket.socketpair()
         settings = replace(self.settings, index=index, generation=generation)
         # A terminal's Ctrl-C and a service manager's SIGTERM go to every process of the group; only the main
-        # process acts on them. Blocked here, they stay blocked in the child from its first instruction on.
-        resource_tracker.ensure_running()  # its start would unblock them again
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            process = spawn_process(front_main, (settings, theirs), f"slipstream-front-{index}")
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # process acts on them.
+        blocked = frozenset({signal.SIGINT, signal.SIGTERM})
+        process = spawn_process(front_main, (settings, theirs), f"slipstream-front-{index}", blocked)
         theirs.close()
         front = _Front(index, generation, process, await ControlChannel.open(ours))
         self._fronts[index] = front

@@ -13,9 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from worker.client import MetricData, merge_metrics
-
-PREFIX = "slipstream:"
+from worker.client import METRICS_PREFIX, MetricData, merge_metrics
 
 VLLM_NAMES: dict[str, tuple[str, ...]] = {
     # The Gateway API inference extension's endpoint picker reads these three; older releases of it know
@@ -88,7 +86,7 @@ class _Snapshot(Collector):
         for metric in self._metrics:
             families.setdefault(metric.name, []).append(metric)
         for name, series in list(families.items()):
-            for alias in VLLM_NAMES.get(name.removeprefix(PREFIX), ()):
+            for alias in VLLM_NAMES.get(name.removeprefix(METRICS_PREFIX), ()):
                 families[alias] = _over_workers(series)
         for full_name, series in families.items():
             yield _family(full_name, [replace(one, labels=(*one.labels, self._model)) for one in series])

@@ -32,6 +32,7 @@ from worker.generation import (
     Update,
 )
 from worker.inspection import inspect_model
+from worker.instruments import METRICS_PREFIX
 from worker.messages import (
     FinishReason,
     HistogramData,
@@ -63,6 +64,7 @@ __all__ = [
     "DURATION_BOUNDS_S",
     "LATENCY_BOUNDS_S",
     "MAX_LOGPROBS",
+    "METRICS_PREFIX",
     "PAGE_SIZE",
     "SIZE_BOUNDS",
     "AnswerFinished",

@@ -10,7 +10,8 @@ from worker.messages import MetricData
 from worker.metrics import DURATION_BOUNDS_S, LATENCY_BOUNDS_S, SIZE_BOUNDS, Histogram, MetricsRegistry
 from worker.scheduling.stats import SchedulerStats
 
-PREFIX = "slipstream:"
+METRICS_PREFIX = "slipstream:"
+"""Begins the names of all series, of workers, fronts and the server."""
 
 
 class WorkerInstruments:
@@ -96,7 +97,7 @@ class WorkerInstruments:
 
     def _data(self, name: str, kind: str, help: str, value: float, reason: str | None = None) -> MetricData:
         labels = self._labels if reason is None else (*self._labels, ("reason", reason.lower()))
-        return MetricData(PREFIX + name, kind, help, labels, float(value))
+        return MetricData(METRICS_PREFIX + name, kind, help, labels, float(value))
 
     def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
-        return self._registry.add(Histogram(PREFIX + name, help, bounds, self._labels))
+        return self._registry.add(Histogram(METRICS_PREFIX + name, help, bounds, self._labels))

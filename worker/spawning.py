@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
@@ -15,20 +15,25 @@ from types import ModuleType
 from typing import Any
 
 
-def spawn_process(target: Callable[..., None], args: tuple[Any, ...], name: str) -> BaseProcess:
+def spawn_process(
+    target: Callable[..., None],
+    args: tuple[Any, ...],
+    name: str,
+    blocked_signals: Set[signal.Signals] = frozenset({signal.SIGINT}),
+) -> BaseProcess:
     """Starts `target(*args)`, an importable function, in a new process. Call from the main thread.
 
     The child imports the target's module and nothing else: multiprocessing would also run this program's
     main module there, and a worker has no use for a command line and an RPC server (0.5 s to import).
-    It starts with SIGINT blocked: Ctrl-C reaches the whole process group, and when a child is to end is
-    its parent's decision.
+    It starts with `blocked_signals` blocked, from its first instruction on: Ctrl-C reaches the whole process
+    group, and when a child is to end is its parent's decision.
     """
     process = multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
-    # Otherwise the first child's start() would start it, and that unblocks SIGINT and SIGTERM again.
+    # Otherwise the first child's start() would start it, and that unblocks signals again.
     resource_tracker.ensure_running()
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked_signals)
     try:
         process.start()
     finally:

@@ -167,9 +167,6 @@ def _print_status(answer: GetStatusResponse) -> None:
             console.print(f"[red]worker {worker.index}: {worker.last_error}[/]", highlight=False)
 
 
-_COLUMNS = ["worker", "state", "engine", "pid", "running", "waiting", "paused", "pages", "steps", "restarts"]
-
-
 def _worker_table(workers: Iterable[WorkerStatus]) -> Table:
     from rich.table import Table
 

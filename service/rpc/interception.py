@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from service.front_metrics import FrontMetrics
+from service.front_instruments import FrontInstruments
 from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
 
 # gRPC holds a request, as bytes and as a message, until its call is over, however long that runs. So large
@@ -70,7 +70,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Wraps the handlers of all methods with a single request. To come last among interceptors: what it has
     wrapped once, it answers with from then on."""
 
-    def __init__(self, metrics: FrontMetrics) -> None:
+    def __init__(self, metrics: FrontInstruments) -> None:
         self._metrics = metrics
         self._held = HeldRequests()
         self._wrapped: dict[str, grpc.RpcMethodHandler] = {}
@@ -92,7 +92,7 @@ class CallBoundary(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _wrap(
-    handler: grpc.RpcMethodHandler, method: str, metrics: FrontMetrics, held: HeldRequests
+    handler: grpc.RpcMethodHandler, method: str, metrics: FrontInstruments, held: HeldRequests
 ) -> grpc.RpcMethodHandler:
     """All our handlers are coroutines; streams are written through the context."""
     behavior = handler.unary_stream if handler.response_streaming else handler.unary_unary

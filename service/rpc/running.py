@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import grpc
 import structlog
 
-from service.front_metrics import FrontMetrics
+from service.front_instruments import FrontInstruments
 from service.rpc.answers import AnswerDelta, Answers, AnswerTimings, Failure, Finish
 from service.rpc.errors import Context, RpcError, invalid_field, retry_later
 from service.rpc.serving import ServedModel, Serving
@@ -75,7 +75,7 @@ async def run_request(
         raise RpcError(grpc.StatusCode.CANCELLED, f"request {request.request_id!r} was aborted")
 
 
-def _record(metrics: FrontMetrics, request: GenerateInput, delta: AnswerDelta) -> None:
+def _record(metrics: FrontInstruments, request: GenerateInput, delta: AnswerDelta) -> None:
     """An answer is whole: what its client saw."""
     assert delta.finish is not None
     assert delta.timings is not None

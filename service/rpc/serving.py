@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from service.front_metrics import FrontMetrics
+from service.front_instruments import FrontInstruments
 from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
 from service.rpc.health_states import Condition
 from service.rpc.prompts import PromptReader
@@ -74,7 +74,7 @@ class ServedModel:
 class Serving:
     """Shared by the servicers of one front; used from its event loop."""
 
-    def __init__(self, pool: WorkerPool, workers: int, metrics: FrontMetrics) -> None:
+    def __init__(self, pool: WorkerPool, workers: int, metrics: FrontInstruments) -> None:
         """`workers`: how many are configured; none is ready yet."""
         self.pool = pool
         self.metrics = metrics

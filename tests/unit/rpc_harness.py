@@ -16,7 +16,7 @@ from grpc_health.v1 import health_pb2_grpc
 from smg_grpc_proto import vllm_engine_pb2_grpc
 
 from protos.slipstream.v1 import control_pb2_grpc, inference_pb2, inference_pb2_grpc
-from service.front_metrics import FrontMetrics
+from service.front_instruments import FrontInstruments
 from service.rpc.control import MetricsSnapshot, ServerFacts
 from service.rpc.server import RpcOptions, RpcServer
 from service.rpc.serving import ServedModel, Serving
@@ -241,7 +241,7 @@ async def rpc_server(
     """A server with one ready worker, unless it `is_loaded` false."""
     tokenizer = _tokenizers.setdefault(checkpoint, load_tokenizer(checkpoint))
     pool, control = ScriptedPool(), ScriptedControl()
-    serving = Serving(pool, 1, FrontMetrics())  # type: ignore[arg-type]
+    serving = Serving(pool, 1, FrontInstruments())  # type: ignore[arg-type]
     server = RpcServer(serving, control, options or RpcOptions(shares_port=False))
     if is_loaded:
         capacity = EngineCapacity(4, 64, max_length, 128, 1, True)

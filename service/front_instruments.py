@@ -5,9 +5,9 @@ Recorded once a call or once an answer, never once a message. Knows no Prometheu
 
 from __future__ import annotations
 
-from service.metrics import PREFIX
 from worker.client import (
     DURATION_BOUNDS_S,
+    METRICS_PREFIX,
     SIZE_BOUNDS,
     Counter,
     Gauge,
@@ -17,14 +17,16 @@ from worker.client import (
 )
 
 
-class FrontMetrics:
+class FrontInstruments:
     """One front's instruments."""
 
     def __init__(self) -> None:
         self._registry = MetricsRegistry()
         self._rpcs: dict[tuple[str, str], Counter] = {}
         self._finished: dict[str, Counter] = {}
-        self._open = self._registry.add(Gauge(PREFIX + "open_rpcs", "Calls that fronts are answering."))
+        self._open = self._registry.add(
+            Gauge(METRICS_PREFIX + "open_rpcs", "Calls that fronts are answering.")
+        )
         self._first_token = self._duration(
             "time_to_first_token_seconds", "From a call's arrival to its first token."
         )
@@ -45,7 +47,7 @@ class FrontMetrics:
         self._open.set(self._open.value - 1)
         if (method, code) not in self._rpcs:
             labels = (("method", method), ("code", code))
-            counter = Counter(PREFIX + "rpcs", "Calls by method and gRPC status.", labels)
+            counter = Counter(METRICS_PREFIX + "rpcs", "Calls by method and gRPC status.", labels)
             self._rpcs[method, code] = self._registry.add(counter)
         self._rpcs[method, code].add()
         if not method.endswith("/Watch"):
@@ -57,7 +59,7 @@ class FrontMetrics:
         """An answer is whole. `reason`: "stop", "length" or "abort". Times since the call's arrival."""
         if reason not in self._finished:
             labels = (("finished_reason", reason),)
-            counter = Counter(PREFIX + "request_success", "Answers by what ended them.", labels)
+            counter = Counter(METRICS_PREFIX + "request_success", "Answers by what ended them.", labels)
             self._finished[reason] = self._registry.add(counter)
         self._finished[reason].add()
         self._prompt.observe(prompt_tokens)
@@ -70,7 +72,7 @@ class FrontMetrics:
         return self._registry.export()
 
     def _duration(self, name: str, help_text: str) -> Histogram:
-        return self._registry.add(Histogram(PREFIX + name, help_text, DURATION_BOUNDS_S))
+        return self._registry.add(Histogram(METRICS_PREFIX + name, help_text, DURATION_BOUNDS_S))
 
     def _size(self, name: str, help_text: str) -> Histogram:
-        return self._registry.add(Histogram(PREFIX + name, help_text, SIZE_BOUNDS))
+        return self._registry.add(Histogram(METRICS_PREFIX + name, help_text, SIZE_BOUNDS))
