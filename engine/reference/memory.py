@@ -9,9 +9,8 @@ from pathlib import Path
 
 from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, expected_tensors
 from engine.errors import ModelError
-from engine.interface import PAGE_SIZE
+from engine.interface import PAGE_SIZE, pages_for
 from engine.options import EngineOptions
-from engine.reference.ops.kv_pages import pages_for
 
 _FLOAT = 4
 _USUAL_LENGTH = 2048

@@ -6,12 +6,12 @@ import numpy as np
 
 from engine.interface import (
     MAX_LOGPROBS,
-    PAGE_SIZE,
     EngineCapacity,
     PageAssignment,
     PrefillChunk,
     SlotStart,
     StepPlan,
+    pages_for,
 )
 from engine.reference.arrays import IntArray
 from engine.reference.slots import NO_PAGE, Slots
@@ -148,7 +148,7 @@ class _PlanCheck:
         """The slot's sequence may be, and has pages for, so many tokens."""
         longest = self._capacity.max_sequence_length
         _demand(length <= longest, f"slot {slot}: {length} tokens exceed the longest sequence, {longest}")
-        entries = self._table(slot)[: -(-length // PAGE_SIZE)]
+        entries = self._table(slot)[: pages_for(length)]
         missing = np.flatnonzero(entries == NO_PAGE)
         _demand(len(missing) == 0, f"slot {slot}: block table entry {missing[:1]} has no page")
 

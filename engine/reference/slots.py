@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from engine.interface import SlotStart
+from engine.interface import SlotStart, pages_for
 from engine.reference.arrays import FloatArray, IntArray
-from engine.reference.ops.kv_pages import pages_for
 from engine.reference.sampler import Sampler
 
 NO_PAGE = -1

@@ -15,7 +15,7 @@ from engine.reference.ops.activation import (
     softplus,
 )
 from engine.reference.ops.embedding import embed
-from engine.reference.ops.kv_pages import pages_for, scrub_pages, write_kv_pages
+from engine.reference.ops.kv_pages import scrub_pages, write_kv_pages
 from engine.reference.ops.linear import BLOCK_ROWS, linear
 from engine.reference.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from engine.reference.ops.rope import rope, rope_cos_sin
@@ -140,8 +140,3 @@ def test_scrubbing_touches_only_what_is_not_finite() -> None:
     assert np.array_equal(pages[1, 0, 3, :3], [0, 0, 0])
     before[1, 0, 3, :3] = 0
     assert np.array_equal(pages, before, equal_nan=True)
-
-
-@pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (64, 1), (65, 2), (128, 2)])
-def test_pages_for(tokens: int, pages: int) -> None:
-    assert pages_for(tokens) == pages

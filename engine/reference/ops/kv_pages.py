@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.interface import PAGE_SIZE
 from engine.reference.arrays import FloatArray, IntArray
 
 
@@ -32,8 +31,3 @@ def scrub_pages(pages: FloatArray, numbers: IntArray) -> None:
     """
     chosen = pages[numbers]
     pages[numbers] = np.nan_to_num(chosen, copy=False, nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // PAGE_SIZE)
