@@ -45,6 +45,15 @@ def run_cli(*arguments: str, stdin: str | None = None) -> subprocess.CompletedPr
     )
 
 
+def assert_one_error_line(returncode: int, stderr: str, part: str) -> None:
+    """The command failed and said so in one clear line."""
+    assert returncode == 1, stderr
+    assert "Traceback" not in stderr
+    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, stderr
+    assert part in errors[0]
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.server_process import run_cli
+from tests.service.server_process import assert_one_error_line, run_cli
 
 
 def change_config(model: Path, **changes: Any) -> None:
@@ -61,8 +61,4 @@ def test_a_broken_checkpoint_is_one_line(
     problem = spoil(model)
     flags = ("--engine", "reference", "--port", "0", "--metrics-port", "0")
     result = run_cli("serve", "--model", str(model), *flags)
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert result.returncode == 1
-    assert len(errors) == 1, result.stderr
-    assert problem in errors[0]
-    assert "Traceback" not in result.stderr
+    assert_one_error_line(result.returncode, result.stderr, problem)

@@ -15,6 +15,7 @@ from protos.slipstream.v1.sampling_pb2 import SamplingParams
 from tests.service.server_process import (
     DEADLINE_S,
     ServerProcess,
+    assert_one_error_line,
     descendants,
     free_port,
     http_status,
@@ -151,14 +152,6 @@ def test_tls_files_that_are_none_are_one_line_and_no_traceback(tiny_checkpoint: 
         *("--metrics-port", "0", "--tls-cert", str(pem), "--tls-key", str(pem)),
     )
     assert_one_error_line(result.returncode, result.stderr, "")
-
-
-def assert_one_error_line(returncode: int, stderr: str, part: str) -> None:
-    assert returncode == 1, stderr
-    assert "Traceback" not in stderr
-    errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1, stderr
-    assert part in errors[0]
 
 
 def test_a_server_starts_again_at_once_on_the_same_port(tiny_checkpoint: Path) -> None:
