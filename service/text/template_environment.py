@@ -20,6 +20,7 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import jinja2.visitor
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -81,7 +82,7 @@ def bounded(limits: RenderLimits) -> Iterator[RenderBudget]:
 class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
     """Makes and runs chat templates; safe to share between threads."""
 
-    intercepted_binops = frozenset(["*", "**", "%"])
+    intercepted_binops = frozenset(["*", "**", "%", "+"])
 
     def __init__(self) -> None:
         super().__init__(
@@ -94,6 +95,20 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = _tojson
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
+        del self.globals["lipsum"]  # text of any length, in one call
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template: jinja2.nodes.Template = super()._parse(source, name, filename)
+        return _Metering().visit(template)  # type: ignore[no-any-return]
+
+    def turn(self) -> None:
+        """Called in each turn of a loop: calls are what the budget counts."""
+
+    def join(self, *parts: Any) -> str:
+        """What `~` does."""
+        texts = [str(part) for part in parts]
+        _check_length(sum(len(text) for text in texts))
+        return "".join(texts)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         _spend()
@@ -105,6 +120,10 @@ class ChatTemplateEnvironment(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _spend()
+        if isinstance(getattr(obj, "__self__", None), str):  # "a".ljust(3_000_000_000)
+            for argument in args:
+                if isinstance(argument, int):
+                    _check_length(argument)
         return super().call(context, obj, *args, **kwargs)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -121,10 +140,38 @@ def _spend() -> None:
         budget.spend()
 
 
-def _check_size(operator: str, left: Any, right: Any) -> None:
+class _Metering(jinja2.visitor.NodeTransformer):
+    """Sends through the environment what costs time or memory and would otherwise pass it by."""
+
+    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        call = jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute("turn"), [], [], None, None)
+        node.body.insert(0, jinja2.nodes.ExprStmt(call).set_lineno(node.lineno))
+        return node
+
+    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        join = jinja2.nodes.EnvironmentAttribute("join")
+        return jinja2.nodes.Call(join, node.nodes, [], None, None).set_lineno(node.lineno)
+
+
+def _limits() -> RenderLimits:
     budget = _budget.get()
-    most = budget.limits.repeat_chars if budget is not None else RenderLimits().repeat_chars
-    if operator == "*":
+    return budget.limits if budget is not None else RenderLimits()
+
+
+def _check_length(length: int) -> None:
+    most = _limits().output_chars
+    if length > most:
+        raise BudgetExceeded(f"a text or list is longer than {most} items")
+
+
+def _check_size(operator: str, left: Any, right: Any) -> None:
+    most = _limits().repeat_chars
+    if operator == "+":
+        if isinstance(left, str | list) and isinstance(right, str | list):
+            _check_length(len(left) + len(right))
+    elif operator == "*":
         for sequence, times in ((left, right), (right, left)):
             if not isinstance(sequence, str | list | tuple) or not isinstance(times, int):
                 continue

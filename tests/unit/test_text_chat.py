@@ -136,6 +136,9 @@ def test_the_interpreter_is_out_of_reach(template: str) -> None:
     assert "method" not in rendered
 
 
+DOUBLING = (
+    "{{% set ns = namespace(x='abcdefgh') %}}{{% for i in range(60) %}}{{% set ns.x = {} %}}{{% endfor %}}"
+)
 LIMITS = RenderLimits(operations=20_000, seconds=30.0, output_chars=100_000, repeat_chars=10_000)
 
 
@@ -152,6 +155,11 @@ LIMITS = RenderLimits(operations=20_000, seconds=30.0, output_chars=100_000, rep
         ("{{ range(1000000000) }}", "Range too big"),
         ("{{ messages | tojson(indent=1000000) }}", "indent"),
         ("{{ strftime_now('%A' * 1000) }}", "layout"),
+        ("{% set r = range(999) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}", "operations"),
+        (DOUBLING.format("ns.x ~ ns.x"), "longer than 100000"),
+        (DOUBLING.format("ns.x + ns.x"), "longer than 100000"),
+        ("{{ 'x'.ljust(3000000000) }}", "longer than 100000"),
+        ("{{ lipsum(n=99999999) }}", "undefined"),
     ],
 )
 def test_a_template_cannot_exhaust_the_server(template: str, message: str) -> None:
