@@ -7,6 +7,7 @@ default. Nothing reads the environment afterwards. Knows no process, no RPC and 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 import types
 from collections.abc import Iterator, Mapping
@@ -290,6 +291,21 @@ def _noun(kind: Any) -> str:
     return {int: "a whole number", float: "a number", str: "a text", Path: "a path"}.get(kind, str(kind))
 
 
+# Beyond these a number is a slip, and would take the machine's memory or its processes before it failed.
+_MOST = {
+    "workers": 256,
+    "fronts": 256,
+    "max_sequences": 65_536,
+    "max_step_tokens": 2**20,
+    "max_queued": 2**24,
+    "max_sequence_length": 2**24,
+    "kv_pages": 2**24,
+    "threads": 4096,
+    "prefill_tokens_beside_decodes": 2**20,
+}
+_MOST_NAME_CHARACTERS = 256
+
+
 def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
     """Raises OptionsError for the first value out of range or pair that does not go together."""
 
@@ -303,14 +319,18 @@ def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
         require(0 <= getattr(options, name) <= 65535, name, "must be from 0 to 65535")
     same_port = options.port != 0 and options.port == options.metrics_port
     require(not same_port, "metrics_port", "must differ from --port")
-    for name in ("workers", "fronts", "max_sequences", "max_step_tokens", "max_queued"):
-        require(getattr(options, name) >= 1, name, "must be at least 1")
-    for name in ("max_sequence_length", "kv_pages", "threads", "prefill_tokens_beside_decodes"):
+    for name, most in _MOST.items():
         value = getattr(options, name)
         require(value is None or value >= 1, name, "must be at least 1")
+        require(value is None or value <= most, name, f"must be at most {most}")
     require(options.device >= 0, "device", "must not be negative")
     require(0 < options.memory_fraction <= 1, "memory_fraction", "must be above 0 and at most 1")
-    require(options.simulated_step_us >= 0, "simulated_step_us", "must not be negative")
+    step_us = options.simulated_step_us
+    require(step_us >= 0, "simulated_step_us", "must not be negative")
+    require(step_us < math.inf, "simulated_step_us", "must be finite")
+    served = options.served_name
+    is_name = served is None or (served.isprintable() and len(served) <= _MOST_NAME_CHARACTERS)
+    require(is_name, "served_name", f"must be at most {_MOST_NAME_CHARACTERS} printable characters")
     timeout = options.drain_timeout
     require(timeout is None or timeout >= 0, "drain_timeout", "must not be negative")
     require((options.tls_cert is None) == (options.tls_key is None), "tls_cert", "and --tls-key go together")

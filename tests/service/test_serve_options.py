@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,11 @@ def test_a_kubernetes_service_link_is_no_port() -> None:
         ({}, {"SLIPSTREAM_ENGINE": "gpu"}, ["SLIPSTREAM_ENGINE", "reference"]),
         ({}, {"SLIPSTREAM_REFLECTION": "maybe"}, ["SLIPSTREAM_REFLECTION", "true or false"]),
         ({}, {"SLIPSTREAM_WORKERS": "0"}, ["--workers", "at least 1", "SLIPSTREAM_WORKERS"]),
+        ({"workers": 100_000}, {}, ["--workers", "at most 256"]),
+        ({"max_sequence_length": 10**10}, {}, ["--max-sequence-length", "at most 16777216"]),
+        ({"kv_pages": 10**11}, {}, ["--kv-pages", "at most 16777216"]),
+        ({"simulated_step_us": math.inf}, {}, ["--simulated-step-us", "finite"]),
+        ({"served_name": "a\nb"}, {}, ["--served-name", "printable"]),
         ({"port": 70000}, {}, ["--port", "65535"]),
         ({"port": 5, "metrics_port": 5}, {}, ["--metrics-port", "--port"]),
         ({"memory_fraction": 1.5}, {}, ["--memory-fraction"]),
