@@ -254,8 +254,10 @@ def test_large_requests_under_way_have_a_limit_together(
 
     async def scenario() -> None:
         async with rpc_server(tiny_checkpoint) as harness:
-            calls = [harness.inference.Generate(large) for _ in range(2)]
-            generation = await harness.pool.submitted(2)
+            calls = []
+            for number in (1, 2):  # one after the other: calls may overtake each other
+                calls.append(harness.inference.Generate(large))
+                generation = await harness.pool.submitted(number)
             error = await error_of(harness.inference.Complete(large))
             assert error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
             assert "memory" in (error.details() or "")
