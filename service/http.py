@@ -7,19 +7,26 @@ this port still answers, and says so. Knows paths and status codes, not what is 
 from __future__ import annotations
 
 import asyncio
+import io
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from socketserver import ThreadingMixIn
 from typing import Any, TypeVar
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import structlog
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.ports import PortUnavailable, explain
 
+log = structlog.get_logger(__name__)
+
 TIMEOUT_S = 3.0
+REQUEST_TIMEOUT_S = 10.0
 _Result = TypeVar("_Result")
 _TEXT = "text/plain; charset=utf-8"
 
@@ -56,7 +63,7 @@ class HttpPort:
         data = body.encode()
         headers = [("Content-Type", content_type), ("Content-Length", str(len(data)))]
         start_response(status, headers)
-        return [data]
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [data]
 
     def _route(self, method: str, path: str) -> tuple[str, str, str]:
         """HTTP status, content type and body."""
@@ -89,16 +96,43 @@ async def _alive() -> None:
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128  # with the usual 5, a few silly clients keep probes waiting for a second
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that was too slow or went away is no event; the base class prints a traceback."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("http_request_failed")
 
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
 
 
-class _QuietHandler(WSGIRequestHandler):
-    """Scrapes are no events worth a log line. A client that sends nothing is cut off."""
+class _UntilDeadline(io.RawIOBase):
+    """What a client sends, until so many seconds have passed since it connected; then TimeoutError, however
+    steadily it drips."""
 
-    timeout = 10
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._connection = connection
+        self._deadline = time.monotonic() + seconds
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        self._connection.settimeout(left)
+        return self._connection.recv_into(buffer)
+
+
+class _QuietHandler(WSGIRequestHandler):
+    """Scrapes are no events worth a log line. A client that does not finish its request is cut off."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = io.BufferedReader(_UntilDeadline(self.connection, REQUEST_TIMEOUT_S))
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
