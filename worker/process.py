@@ -76,6 +76,12 @@ def _load(spec: WorkerSpec, control: Connection) -> Engine:
     except ModelError as error:
         _tell(control, Failed(str(error), is_user_error=True))
         sys.exit(EXIT_LOAD)
+    except MemoryError:  # the next start would have no more of it
+        message = (
+            "there is not enough memory to load; fewer pages, shorter sequences or a smaller model need less"
+        )
+        _tell(control, Failed(message, is_user_error=True))
+        sys.exit(EXIT_LOAD)
     except Exception as error:
         log.critical("load_failed", generation=spec.generation, exc_info=error)
         _tell(control, Failed(_describe(error), is_user_error=False))

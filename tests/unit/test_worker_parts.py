@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 import pickle
+from multiprocessing import Pipe
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine import factory
 from engine.interface import IntArray, Sampling, TokenLogprobs
+from engine.options import EngineOptions
+from worker import process
 from worker.answers import Answer, AnswerFinished, AnswerStarted
 from worker.backlog import backlog_size, merge_step_tokens
 from worker.messages import Finished, FinishReason, MetricData, ProfileStart, Started, StepTokens
 from worker.metrics import LATENCY_BOUNDS_S, Counter, Gauge, Histogram, MetricsRegistry, merge_metrics
+from worker.options import WorkerOptions
 from worker.placement import Placement
+from worker.process import WorkerSpec
 from worker.profiling import StageClock
 
 
@@ -191,3 +198,20 @@ def test_a_resubmitted_answer_keeps_its_own_seed() -> None:
     assert first.sampling(sampling, has_prompt_logprobs=False) == sampling
     assert first.sampling(sampling, has_prompt_logprobs=True).prompt_logprobs is None
     assert third.sampling(sampling, has_prompt_logprobs=False) == Sampling(seed=0)
+
+
+# ---- loading
+
+
+def test_too_little_memory_is_told_at_once_and_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_engine(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(factory, "load_engine", load_engine)
+    ours, workers = Pipe()
+    options = WorkerOptions(EngineOptions(model=Path("m")))
+    with pytest.raises(SystemExit):
+        process._load(WorkerSpec(0, 0, options, "", b""), workers)
+    failed = ours.recv()
+    assert failed.is_user_error
+    assert "memory" in failed.message
