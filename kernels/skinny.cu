@@ -1,4 +1,5 @@
-// Matrix products of at most 8 rows: y[rows, n] = x[rows, k] · W[n, k]ᵀ, with what follows in the same launch.
+// Matrix products of at most 8 rows: y[rows, n] = x[rows, k] · W[n, k]ᵀ, with what stands around them in the same
+// launch: the RMSNorm before it, the residual add or SwiGLU after it.
 //
 // Bound by the bytes of W, and for small W by latency. So each lane streams 16-byte pieces of W from global
 // memory straight into the fragments of a tensor-core product (W's rows are the fragment's 16 rows, x's rows
@@ -14,10 +15,9 @@ using namespace slipstream;
 
 namespace {
 
-constexpr int kWarps = 8;       // share a tile's k
-constexpr int kTileRows = 16;   // of W
-constexpr int kColumns = 8;     // rows of x, padding included
-constexpr int kStep = 32;       // elements of k that a warp takes at once
+constexpr int kTileRows = 16;  // of W
+constexpr int kColumns = 8;    // rows of x, padding included
+constexpr int kStep = 32;      // elements of k that a warp takes at once
 
 enum Finish { kStore = 0, kAdd = 1, kSwiGlu = 2 };
 
@@ -38,38 +38,50 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const uint4& low, cons
     mma_bf16(acc, second, x.z, x.w);
 }
 
+// Two elements of x times (offset + gain), rounded; their squares are added to `squares`.
+__device__ __forceinline__ uint32 scaled(uint32 x, uint32 gain, float offset, float& squares) {
+    const float2 value = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
+    const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gain));
+    squares += value.x * value.x + value.y * value.y;
+    return pack_bf16(value.x * (offset + factor.x), value.y * (offset + factor.y));
+}
+
 __device__ __forceinline__ float silu(float x) {
     return x / (1.0f + __expf(-x));
 }
 
 }  // namespace
 
-// x: bf16 [rows ≤ 8, k]; weights: bf16 [n, k], with kSwiGlu [2·n, k], gates first; k % 32 = 0, n % 16 = 0.
+// x: bf16 [rows ≤ 8, k]; weights: bf16 [n, k], with kSwiGlu [2·n, k], gates first; k % 32 = 0, n % 16 = 0,
+// 2·n·k < 2^31.
+// With kNorm x is normalised: x / rms(x) · (offset + gains), gains bf16 [k]; 1 / rms is applied to the sums.
 // y: Out [rows, n]: the product; with kAdd added to what is there; with kSwiGlu silu(gate) · up.
-// Grid (n / 16), 256 threads.
-template <typename Out, int kFinish, int kDepth>
-__global__ void __launch_bounds__(kWarps * 32, 2)
-    skinny_product(const bf16* __restrict__ x, const bf16* __restrict__ weights, Out* y, int32 rows, int32 n,
-                   int32 k) {
+// Grid (n / 16), 32·kWarps threads: the warps of a block share its k.
+template <typename Out, int kFinish, bool kNorm, int kWarps, int kDepth, int kResident>
+__global__ void __launch_bounds__(kWarps * 32, kResident)
+    skinny_product(const bf16* __restrict__ x, const bf16* __restrict__ weights, const bf16* __restrict__ gains,
+                   Out* y, int32 rows, int32 n, int32 k, float epsilon, float offset) {
     constexpr int kTiles = kFinish == kSwiGlu ? 2 : 1;
     __shared__ float parts[kWarps][kTiles][kColumns][kTileRows + 1];
+    __shared__ float row_squares[kWarps][kColumns];
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     const int first_row = blockIdx.x * kTileRows;
-    const int offset = lane % 4 * 8;
-    const bf16* source = weights + int64(first_row + lane / 4) * k + offset;
-    const int64 to_high = int64(8) * k;
-    const int64 to_up = int64(n) * k;
+    const int within_step = lane % 4 * 8;
+    const bf16* source = weights + int64(first_row + lane / 4) * k + within_step;
+    const int to_high = 8 * k;
+    const int to_up = n * k;
     const int steps = k / kStep;
 
-    uint4 low[kDepth][kTiles], high[kDepth][kTiles];
+    uint4 low[kDepth][kTiles], high[kDepth][kTiles], gain[kDepth], row[kDepth];
     const auto fetch = [&](int slot, int step) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
-            const bf16* piece = source + tile * to_up + int64(step) * kStep;
+            const bf16* piece = source + tile * to_up + step * kStep;
             low[slot][tile] = load_once(piece);
             high[slot][tile] = load_once(piece + to_high);
         }
+        if constexpr (kNorm) gain[slot] = *reinterpret_cast<const uint4*>(gains + step * kStep + within_step);
     };
 #pragma unroll
     for (int i = 0; i < kDepth; ++i)
@@ -78,8 +90,7 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     allow_next_kernel();
 
     const bool has_row = lane / 4 < rows;
-    const bf16* x_source = x + int64(lane / 4) * k + offset;
-    uint4 row[kDepth];
+    const bf16* x_source = x + int64(lane / 4) * k + within_step;
     const auto fetch_x = [&](int slot, int step) {
         row[slot] = has_row ? *reinterpret_cast<const uint4*>(x_source + step * kStep) : make_uint4(0, 0, 0, 0);
     };
@@ -88,13 +99,21 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
         if (warp + i * kWarps < steps) fetch_x(i, warp + i * kWarps);
 
     float acc[kTiles][4] = {};
+    float squares = 0.0f;
     for (int first = warp; first < steps; first += kDepth * kWarps) {
 #pragma unroll
         for (int i = 0; i < kDepth; ++i) {
             const int step = first + i * kWarps;
             if (step >= steps) break;
+            uint4 values = row[i];
+            if constexpr (kNorm) {
+                values.x = scaled(values.x, gain[i].x, offset, squares);
+                values.y = scaled(values.y, gain[i].y, offset, squares);
+                values.z = scaled(values.z, gain[i].z, offset, squares);
+                values.w = scaled(values.w, gain[i].w, offset, squares);
+            }
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) multiply(acc[tile], low[i][tile], high[i][tile], row[i]);
+            for (int tile = 0; tile < kTiles; ++tile) multiply(acc[tile], low[i][tile], high[i][tile], values);
             const int later = step + kDepth * kWarps;
             if (later < steps) {
                 fetch(i, later);
@@ -107,15 +126,28 @@ __global__ void __launch_bounds__(kWarps * 32, 2)
     for (int tile = 0; tile < kTiles; ++tile)
 #pragma unroll
         for (int j = 0; j < 4; ++j) parts[warp][tile][lane % 4 * 2 + (j & 1)][lane / 4 + j / 2 * 8] = acc[tile][j];
+    if constexpr (kNorm) {
+        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
+        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
+        if (lane % 4 == 0) row_squares[warp][lane / 4] = squares;
+    }
     __syncthreads();
     const int column = threadIdx.x / kTileRows;  // row of x
     const int within = threadIdx.x % kTileRows;
     if (column >= rows) return;
     float sums[kTiles] = {};
+    float total = 0.0f;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w)
+    for (int w = 0; w < kWarps; ++w) {
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) sums[tile] += parts[w][tile][column][within];
+        if constexpr (kNorm) total += row_squares[w][column];
+    }
+    if constexpr (kNorm) {
+        const float inverse = rsqrtf(total / k + epsilon);
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) sums[tile] *= inverse;
+    }
     Out* target = y + int64(column) * n + first_row + within;
     float value = sums[0];
     if constexpr (kFinish == kSwiGlu) value = silu(sums[0]) * sums[kTiles - 1];

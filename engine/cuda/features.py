@@ -25,8 +25,9 @@ def require_supported(config: ModelConfig) -> None:
     if found:
         missing = "; ".join(feature + where for feature, where in found.items())
         raise UnsupportedModelError(
-            f"The CUDA engine cannot run {config.architecture} yet: {missing}. It runs dense models with full "
-            "or sliding attention (Llama, Mistral, Qwen2, Qwen3, SmolLM); the reference engine may run this one."
+            f"The CUDA engine cannot run {config.architecture} yet: {missing}. It runs dense models with "
+            "full or sliding attention (Llama, Mistral, Qwen2, Qwen3, SmolLM); the reference engine may "
+            "run this one."
         )
 
 

@@ -23,7 +23,7 @@ from kernels.embedding import embed
 from kernels.launch import KernelLibrary, Launch
 from kernels.norm import add_rms_norm
 from kernels.rope import rope_and_write
-from kernels.skinny import Finish, fits, skinny_product
+from kernels.skinny import Finish, FusedNorm, fits, skinny_product
 from kernels.tensor import DType, Tensor
 
 Call = Callable[[int], None]
@@ -65,6 +65,14 @@ class Parts:
     planner: Planner
     skinny: bool
     """Own kernels, not cuBLASLt, for products of few rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm of the residual stream."""
+
+    weight: Tensor
+    spec: NormSpec
 
 
 class Rows(Protocol):
@@ -228,57 +236,66 @@ class Body:
         mixer, feed_forward = spec.mixer, spec.feed_forward
         assert isinstance(mixer, AttentionSpec)
         assert isinstance(feed_forward, DenseSpec)
-        self._norm(weights.input_norm, spec.norm)
-        self._attention(index, mixer, weights.mixer)
-        self._norm(weights.feed_forward_norm, spec.norm)
-        self._feed_forward(feed_forward, weights.feed_forward)
+        self._attention(index, mixer, Norm(weights.input_norm, spec.norm), weights.mixer)
+        self._feed_forward(feed_forward, Norm(weights.feed_forward_norm, spec.norm), weights.feed_forward)
 
-    def _attention(self, index: int, mixer: AttentionSpec, weights: AttentionWeights) -> None:
+    def _attention(self, index: int, mixer: AttentionSpec, norm: Norm, weights: AttentionWeights) -> None:
         qkv = part(self._activations.qkv, self._rows.count, mixer.q_dim + 2 * mixer.kv_dim)
-        self._product(self._normed, weights.qkv.weight, qkv)
+        if self._is_skinny(qkv, weights.qkv.weight):
+            self._skinny(norm, weights.qkv.weight, qkv, Finish.STORE)
+        else:
+            self._norm(norm)
+            self._product(self._normed, weights.qkv.weight, qkv)
         self.calls += self._rows.attend(index, mixer, weights)
         self._add_product(part(self._activations.attended, self._rows.count, mixer.q_dim), weights.o)
 
-    def _feed_forward(self, spec: DenseSpec, weights: DenseWeights) -> None:
+    def _feed_forward(self, spec: DenseSpec, norm: Norm, weights: DenseWeights) -> None:
         rows = self._rows.count
         activated = part(self._activations.activated, rows, spec.intermediate)
-        if fuses_activation(self._parts, spec, rows, self._normed.shape[1]):
-            self._skinny(self._normed, weights.gate_up.weight, activated, Finish.SWIGLU)
-            self._add_product(activated, weights.down)
-            return
-        gate_up = part(self._activations.gate_up, rows, 2 * spec.intermediate)
-        self._product(self._normed, weights.gate_up.weight, gate_up, bias=weights.gate_up.bias)
-        self.calls.append(
-            gated_activation(
-                self._parts.library, gate_up=gate_up, out=activated, activation=spec.activation.value
+        has_kernel = spec.activation is Activation.SILU and not spec.bias
+        if has_kernel and self._is_skinny(activated, weights.gate_up.weight, Finish.SWIGLU):
+            self._skinny(norm, weights.gate_up.weight, activated, Finish.SWIGLU)
+        else:
+            gate_up = part(self._activations.gate_up, rows, 2 * spec.intermediate)
+            self._norm(norm)
+            self._product(self._normed, weights.gate_up.weight, gate_up, bias=weights.gate_up.bias)
+            library = self._parts.library
+            self.calls.append(
+                gated_activation(library, gate_up=gate_up, out=activated, activation=spec.activation.value)
             )
-        )
         self._add_product(activated, weights.down)
 
-    def _is_skinny(self, weight: Tensor) -> bool:
-        return is_skinny(self._parts, self._rows.count, weight.shape)
+    def _is_skinny(self, y: Tensor, weight: Tensor, finish: Finish = Finish.STORE) -> bool:
+        """Whether a product without bias goes to an own kernel, not to cuBLASLt."""
+        rows, n = y.shape
+        return self._parts.skinny and fits(rows, n, weight.shape[1], finish)
 
-    def _skinny(self, x: Tensor, weight: Tensor, y: Tensor, finish: Finish) -> None:
-        self.calls.append(skinny_product(self._parts.library, x=x, weight=weight, y=y, finish=finish))
+    def _skinny(self, norm: Norm, weight: Tensor, y: Tensor, finish: Finish) -> None:
+        """Of the normalised residual stream: one launch where the stream is bf16 and complete."""
+        fused = None
+        if self._residual.dtype is DType.BF16 and self._delta is None:
+            fused = FusedNorm(norm.weight, norm.spec.eps, norm.spec.weight_offset)
+        else:
+            self._norm(norm)
+        x = self._residual if fused else self._normed
+        library, limits = self._parts.library, self._parts.limits
+        self.calls.append(skinny_product(library, limits, x=x, weight=weight, y=y, finish=finish, norm=fused))
 
-    def _norm(self, weight: Tensor, norm: NormSpec) -> None:
+    def _norm(self, norm: Norm) -> None:
         """Adds what the product before left, and normalises the residual stream."""
         launch = add_rms_norm(
             self._parts.library,
             residual=self._residual,
-            weight=weight,
+            weight=norm.weight,
             out=self._normed,
-            epsilon=norm.eps,
+            epsilon=norm.spec.eps,
             delta=self._delta,
-            weight_offset=norm.weight_offset,
+            weight_offset=norm.spec.weight_offset,
         )
         self._delta = None
         self.calls.append(launch)
 
     def _product(self, x: Tensor, weight: Tensor, y: Tensor, *, bias: Tensor | None = None) -> None:
-        if bias is None and self._is_skinny(weight):
-            self._skinny(x, weight, y, Finish.STORE)
-            return
         key = product_key(x.shape[0], weight.shape, biased=bias is not None)
         workspace = self._activations.workspace
         self.calls.append(
@@ -291,26 +308,17 @@ class Body:
             self._delta = self._activations.delta.rows(0, self._rows.count)
             self._product(x, linear.weight, self._delta, bias=linear.bias)
             return
-        if self._is_skinny(linear.weight):
-            self._skinny(x, linear.weight, self._residual, Finish.ADD)
+        if self._is_skinny(self._residual, linear.weight):
+            library, limits, y = self._parts.library, self._parts.limits, self._residual
+            self.calls.append(
+                skinny_product(library, limits, x=x, weight=linear.weight, y=y, finish=Finish.ADD)
+            )
             return
         key = add_product_key(x.shape[0], linear.weight.shape, self._residual.dtype)
         bound = self._parts.planner.plan(key).bind(
             x=x, w=linear.weight, y=self._residual, c=self._residual, workspace=self._activations.workspace
         )
         self.calls.append(bound)
-
-
-def is_skinny(parts: Parts, rows: int, weight: tuple[int, ...]) -> bool:
-    """Whether a product without bias goes to an own kernel. weight: its shape [n, k]."""
-    n, k = weight
-    return parts.skinny and fits(rows, n, k)
-
-
-def fuses_activation(parts: Parts, spec: DenseSpec, rows: int, hidden: int) -> bool:
-    """Whether the gate|up product applies its activation itself."""
-    has_kernel = spec.activation is Activation.SILU and not spec.bias
-    return has_kernel and is_skinny(parts, rows, (spec.intermediate, hidden))
 
 
 def product_key(rows: int, weight: tuple[int, ...], *, biased: bool = False) -> GemmKey:
@@ -350,7 +358,7 @@ def _nothing(stream: int) -> None:
 
 def distinct_layers(parts: Parts) -> Parts:
     """The same model with one layer of each kind: enough to learn the keys of all products."""
-    layers = {spec: weights for spec, weights in zip(parts.config.layers, parts.weights.layers, strict=True)}
+    layers = dict(zip(parts.config.layers, parts.weights.layers, strict=True))
     return replace(
         parts,
         config=replace(parts.config, layers=tuple(layers)),

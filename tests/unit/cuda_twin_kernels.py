@@ -101,11 +101,15 @@ def _gated(grid: Any, kinds: list[str], gate_up: int, out: int, inter: int) -> N
     array(out, BF16, rows, inter)[:] = gate * up
 
 
-def _skinny(grid: Any, kinds: list[str], x: int, weights: int, y: int, rows: int, n: int, k: int) -> None:
+def _skinny(grid: Any, kinds: list[str], x: int, weights: int, gains: int, y: int, rows: int, n: int, k: int,
+            epsilon: float, offset: float) -> None:  # fmt: skip
     assert grid[0] * 16 == n
     assert k % 32 == 0
     finish = int(kinds[1])
     inputs = array(x, BF16, rows, k).astype(F32)
+    if kinds[2] == "true":
+        inputs /= np.sqrt(np.mean(inputs * inputs, axis=1, keepdims=True) + epsilon)
+        inputs *= offset + array(gains, BF16, k).astype(F32)
     products = inputs @ array(weights, BF16, n * (1 + (finish == 2)), k).astype(F32).T
     target = array(y, _C_TYPES[kinds[0]], rows, n)
     if finish == 1:
@@ -338,7 +342,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "embed": ("pppppiif", _embed),
     "add_rms_norm": ("ppppppiff", _norm),
     "gated_activation": ("ppi", _gated),
-    "skinny_product": ("pppiii", _skinny),
+    "skinny_product": ("ppppiiiff", _skinny),
     "rope_and_write": ("p" * 14 + "iiiiff", _rope),
     "plan_decode": ("ppppppiiii", _plan_decode),
     "attention_decode": ("p" * 9 + "iiiff", _decode),
