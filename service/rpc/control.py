@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from protos.slipstream.v1 import control_pb2, control_pb2_grpc
-from service.rpc.errors import Context, RpcError, StatusOnError, invalid_field, retry_later
+from service.rpc.errors import Context, RpcError, invalid_field, retry_later
 from service.rpc.serving import Serving
 from service.rpc.violations import Range, Violations
 from worker.client import MetricData, Rejection, WorkerState, WorkerView
@@ -78,81 +78,77 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
     async def GetStatus(  # noqa: N802
         self, request: control_pb2.GetStatusRequest, context: Context
     ) -> control_pb2.GetStatusResponse:
-        async with StatusOnError(context, "Control.GetStatus"):
-            views = await self._serving.pool.statuses()
-            facts = self._server.facts()
-            versions = dict(facts.versions)
-            for view in views:
-                if view.report.info is not None:
-                    versions |= view.report.info.versions
-            return control_pb2.GetStatusResponse(
-                state=server_state(views, self._serving.condition.is_draining),
-                version=facts.version,
-                uptime_seconds=facts.uptime_s,
-                fronts=facts.fronts,
-                front=facts.front,
-                open_streams=self._serving.requests_open,
-                workers=[_worker_status(view) for view in views],
-                versions=versions,
-            )
+        views = await self._serving.pool.statuses()
+        facts = self._server.facts()
+        versions = dict(facts.versions)
+        for view in views:
+            if view.report.info is not None:
+                versions |= view.report.info.versions
+        return control_pb2.GetStatusResponse(
+            state=server_state(views, self._serving.condition.is_draining),
+            version=facts.version,
+            uptime_seconds=facts.uptime_s,
+            fronts=facts.fronts,
+            front=facts.front,
+            open_streams=self._serving.requests_open,
+            workers=[_worker_status(view) for view in views],
+            versions=versions,
+        )
 
     async def GetMetrics(  # noqa: N802
         self, request: control_pb2.GetMetricsRequest, context: Context
     ) -> control_pb2.GetMetricsResponse:
-        async with StatusOnError(context, "Control.GetMetrics"):
-            try:
-                snapshot = await self._server.metrics()
-            except TimeoutError as error:
-                message = "the server's other processes did not say their metrics in time"
-                raise RpcError(grpc.StatusCode.UNAVAILABLE, message) from error
-            return control_pb2.GetMetricsResponse(
-                metrics=[_metric(metric) for metric in snapshot.metrics],
-                prometheus_text=snapshot.prometheus_text,
-            )
+        try:
+            snapshot = await self._server.metrics()
+        except TimeoutError as error:
+            message = "the server's other processes did not say their metrics in time"
+            raise RpcError(grpc.StatusCode.UNAVAILABLE, message) from error
+        return control_pb2.GetMetricsResponse(
+            metrics=[_metric(metric) for metric in snapshot.metrics],
+            prometheus_text=snapshot.prometheus_text,
+        )
 
     async def Drain(  # noqa: N802
         self, request: control_pb2.DrainRequest, context: Context
     ) -> control_pb2.DrainResponse:
-        async with StatusOnError(context, "Control.Drain"):
-            timeout_s = None
-            if request.HasField("timeout"):
-                timeout_s = _seconds("timeout", request.timeout, DRAIN_TIMEOUT_RANGE)
-            self._serving.start_draining()
-            self._server.drain(timeout_s)
-            return control_pb2.DrainResponse(remaining=self._serving.requests_open)
+        timeout_s = None
+        if request.HasField("timeout"):
+            timeout_s = _seconds("timeout", request.timeout, DRAIN_TIMEOUT_RANGE)
+        self._serving.start_draining()
+        self._server.drain(timeout_s)
+        return control_pb2.DrainResponse(remaining=self._serving.requests_open)
 
     async def Profile(  # noqa: N802
         self, request: control_pb2.ProfileRequest, context: Context
     ) -> control_pb2.ProfileResponse:
-        async with StatusOnError(context, "Control.Profile"):
-            steps = request.steps if request.HasField("steps") else DEFAULT_PROFILE_STEPS
-            timeout_s = DEFAULT_PROFILE_TIMEOUT_S
-            violations = Violations()
-            STEPS_RANGE.check("steps", steps, violations)
-            violations.raise_if_any()
-            if request.HasField("timeout"):
-                timeout_s = _seconds("timeout", request.timeout, PROFILE_TIMEOUT_RANGE)
-            workers = self._server.facts().workers
-            if request.worker >= workers:
-                raise invalid_field("worker", f"is {request.worker}; this server has {workers}, from 0 on")
-            try:
-                done = await self._serving.pool.profile(request.worker, steps, timeout_s)
-            except Rejection as rejection:
-                code = grpc.StatusCode.UNAVAILABLE
-                raise retry_later(code, rejection.message, rejection.retry_after_s) from rejection
-            return control_pb2.ProfileResponse(
-                steps=done.steps,
-                stages=[
-                    control_pb2.StageTiming(
-                        stage=stage.stage,
-                        mean=stage.mean,
-                        median=stage.median,
-                        p99=stage.p99,
-                        total=stage.total,
-                    )
-                    for stage in done.stages
-                ],
-            )
+        steps = request.steps if request.HasField("steps") else DEFAULT_PROFILE_STEPS
+        timeout_s = DEFAULT_PROFILE_TIMEOUT_S
+        violations = Violations()
+        STEPS_RANGE.check("steps", steps, violations)
+        violations.raise_if_any()
+        if request.HasField("timeout"):
+            timeout_s = _seconds("timeout", request.timeout, PROFILE_TIMEOUT_RANGE)
+        workers = self._server.facts().workers
+        if request.worker >= workers:
+            raise invalid_field("worker", f"is {request.worker}; this server has {workers}, from 0 on")
+        try:
+            done = await self._serving.pool.profile(request.worker, steps, timeout_s)
+        except Rejection as rejection:
+            code = grpc.StatusCode.UNAVAILABLE
+            raise retry_later(code, rejection.message, rejection.retry_after_s) from rejection
+        return control_pb2.ProfileResponse(
+            steps=done.steps,
+            stages=[
+                control_pb2.StageTiming(
+                    stage=stage.stage,
+                    mean=stage.mean,
+                    median=stage.median,
+                    p99=stage.p99,
+                    total=stage.total,
+                )
+                for stage in done.stages
+            ],
+        )
 
 
 def server_state(views: Sequence[WorkerView], is_draining: bool) -> control_pb2.ServerState:

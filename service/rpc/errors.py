@@ -123,8 +123,8 @@ def quote(text: str) -> str:
 
 
 class StatusOnError:
-    """`async with StatusOnError(context, "Inference.Complete"):` around a handler's body ends the call with
-    the status of any RpcError, and with INTERNAL, logged, for a defect. Cancellation passes through."""
+    """Around a handler's body, ends the call with the status of any RpcError, and with INTERNAL, logged, for
+    a defect. Cancellation passes through."""
 
     __slots__ = ("_context", "_rpc")
 

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from service.rpc.errors import Context, RpcError, StatusOnError, invalid_field, quote
+from service.rpc.errors import Context, RpcError, invalid_field, quote
 
 _Response: TypeAlias = health_pb2.HealthCheckResponse
 _Status: TypeAlias = int
@@ -71,12 +71,11 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
                 watcher.wake.set()
 
     async def Check(self, request: health_pb2.HealthCheckRequest, context: Context) -> _Response:  # noqa: N802
-        async with StatusOnError(context, "Health.Check"):
-            status = self._states.get(request.service)
-            if status is None:
-                message = f"no service {quote(request.service)}; Health.List names all"
-                raise RpcError(grpc.StatusCode.NOT_FOUND, message)
-            return _Response(status=status)
+        status = self._states.get(request.service)
+        if status is None:
+            message = f"no service {quote(request.service)}; Health.List names all"
+            raise RpcError(grpc.StatusCode.NOT_FOUND, message)
+        return _Response(status=status)
 
     async def List(  # noqa: N802
         self, request: health_pb2.HealthListRequest, context: Context
@@ -88,9 +87,8 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> None:
         name = request.service
-        async with StatusOnError(context, "Health.Watch"):
-            if len(name) > MAX_NAME_CHARACTERS:
-                raise invalid_field("service", f"has {len(name)} characters; no service has so long a name")
+        if len(name) > MAX_NAME_CHARACTERS:
+            raise invalid_field("service", f"has {len(name)} characters; no service has so long a name")
         watcher = _Watcher(self._states.get(name, _Response.SERVICE_UNKNOWN))
         watcher.is_over = self._is_over
         self._watchers.setdefault(name, set()).add(watcher)

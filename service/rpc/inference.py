@@ -1,6 +1,7 @@
 """slipstream.v1.Inference: one method per RPC, each reading as what it does.
 
-Checks stand in validation, the run of a request in running, messages in encoding.
+Checks stand in validation, the run of a request in running, messages in encoding; an RpcError raised anywhere
+becomes the call's status in interception.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import time
 from protos.slipstream.v1 import inference_pb2, inference_pb2_grpc
 from service.rpc.answers import AnswerDelta
 from service.rpc.encoding import CompletionBuilder, ResponseEncoder
-from service.rpc.errors import Context, StatusOnError, invalid_field
+from service.rpc.errors import Context, invalid_field
 from service.rpc.running import run_request
 from service.rpc.sampling import default_sampling
 from service.rpc.serving import ServedModel, Serving
@@ -29,7 +30,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Streams through context.write rather than by yielding: a cancelled call then unwinds this
         coroutine at once, where an async generator waits to be collected."""
         arrival = time.perf_counter()
-        async with self._serving.request(context, "Inference.Generate"):
+        with self._serving.request():
             model = self._serving.admitting()
             checked = await self._serving.read(request.ByteSize(), model.validator.generate, request)
             encoder = ResponseEncoder(checked, model.tokenizer)
@@ -43,7 +44,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> inference_pb2.CompleteResponse:
         arrival = time.perf_counter()
-        async with self._serving.request(context, "Inference.Complete"):
+        with self._serving.request():
             model = self._serving.admitting()
             checked = await self._serving.read(request.ByteSize(), model.validator.generate, request)
             encoder = ResponseEncoder(checked, model.tokenizer)
@@ -58,35 +59,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
     async def Tokenize(  # noqa: N802
         self, request: inference_pb2.TokenizeRequest, context: Context
     ) -> inference_pb2.TokenizeResponse:
-        async with StatusOnError(context, "Inference.Tokenize"):
-            model = self._serving.loaded()
-            return await self._serving.read(request.ByteSize(), _tokenize, model, request)
+        model = self._serving.loaded()
+        return await self._serving.read(request.ByteSize(), _tokenize, model, request)
 
     async def Detokenize(  # noqa: N802
         self, request: inference_pb2.DetokenizeRequest, context: Context
     ) -> inference_pb2.DetokenizeResponse:
-        async with StatusOnError(context, "Inference.Detokenize"):
-            model = self._serving.loaded()
-            return await self._serving.read(request.ByteSize(), _detokenize, model, request)
+        model = self._serving.loaded()
+        return await self._serving.read(request.ByteSize(), _detokenize, model, request)
 
     async def Abort(  # noqa: N802
         self, request: inference_pb2.AbortRequest, context: Context
     ) -> inference_pb2.AbortResponse:
-        async with StatusOnError(context, "Inference.Abort"):
-            if not request.request_id:
-                raise invalid_field("request_id", "is empty; name the request to end")
-            violations = Violations()
-            check_request_id(request.request_id, violations)
-            violations.raise_if_any()
-            return inference_pb2.AbortResponse(found=await self._serving.pool.abort(request.request_id))
+        if not request.request_id:
+            raise invalid_field("request_id", "is empty; name the request to end")
+        violations = Violations()
+        check_request_id(request.request_id, violations)
+        violations.raise_if_any()
+        return inference_pb2.AbortResponse(found=await self._serving.pool.abort(request.request_id))
 
     async def GetModelInfo(  # noqa: N802
         self, request: inference_pb2.GetModelInfoRequest, context: Context
     ) -> inference_pb2.GetModelInfoResponse:
-        async with StatusOnError(context, "Inference.GetModelInfo"):
-            model = self._serving.loaded()
-            model.validator.check_model(request.model)
-            return model_info(model)
+        model = self._serving.loaded()
+        model.validator.check_model(request.model)
+        return model_info(model)
 
 
 def _tokenize(model: ServedModel, request: inference_pb2.TokenizeRequest) -> inference_pb2.TokenizeResponse:

@@ -6,9 +6,9 @@ The one piece of state that all servicers of a front share. Knows no RPC.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import grpc
 
 from service.front_instruments import FrontInstruments
-from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
+from service.rpc.errors import RpcError, retry_later
 from service.rpc.health_states import Condition
 from service.rpc.prompts import PromptReader
 from service.rpc.sampling import SamplingLimits
@@ -116,13 +116,12 @@ class Serving:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, "the server is draining and takes no new requests")
         return self.loaded()
 
-    @asynccontextmanager
-    async def request(self, context: Context, rpc: str) -> AsyncIterator[None]:
-        """StatusOnError for requests for tokens: those are counted while they run."""
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        """Counts a request for tokens while it runs."""
         self.requests_open += 1
         try:
-            async with StatusOnError(context, rpc):
-                yield
+            yield
         finally:
             self.requests_open -= 1
             self.on_request_over()

@@ -19,7 +19,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from service.rpc.answers import AnswerDelta
 from service.rpc.control import ServerControl
-from service.rpc.errors import Context, InvalidRequest, StatusOnError
+from service.rpc.errors import Context, InvalidRequest
 from service.rpc.running import run_request
 from service.rpc.sampling import check_count
 from service.rpc.serving import ServedModel, Serving
@@ -50,7 +50,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> None:  # noqa: N802
         arrival = time.perf_counter()
         self._last_request_at = time.time()
-        async with self._serving.request(context, "VllmEngine.Generate"):
+        with self._serving.request():
             model = self._serving.admitting()
             try:
                 checked = await self._serving.read(request.ByteSize(), _validate, model, request)
@@ -83,62 +83,57 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: igno
         return vllm.HealthCheckResponse(healthy=True, message="serving")
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
-        async with StatusOnError(context, "VllmEngine.Abort"):
-            violations = Violations()
-            check_count("request_ids", len(request.request_ids), MAX_ABORTED_IDS, violations)
-            violations.raise_if_any()
-            for request_id in request.request_ids:
-                await self._serving.pool.abort(request_id)
-            return vllm.AbortResponse()
+        violations = Violations()
+        check_count("request_ids", len(request.request_ids), MAX_ABORTED_IDS, violations)
+        violations.raise_if_any()
+        for request_id in request.request_ids:
+            await self._serving.pool.abort(request_id)
+        return vllm.AbortResponse()
 
     async def GetModelInfo(  # noqa: N802
         self, request: vllm.GetModelInfoRequest, context: Context
     ) -> vllm.GetModelInfoResponse:
-        async with StatusOnError(context, "VllmEngine.GetModelInfo"):
-            return _model_info(self._serving.loaded())
+        return _model_info(self._serving.loaded())
 
     async def GetServerInfo(  # noqa: N802
         self, request: vllm.GetServerInfoRequest, context: Context
     ) -> vllm.GetServerInfoResponse:
-        async with StatusOnError(context, "VllmEngine.GetServerInfo"):
-            model, facts = self._serving.loaded(), self._server.facts()
-            return vllm.GetServerInfoResponse(
-                active_requests=self._serving.requests_open,
-                is_paused=self._serving.condition.is_draining,
-                last_receive_timestamp=self._last_request_at,
-                uptime_seconds=facts.uptime_s,
-                server_type="slipstream",
-                data_parallel_size=1,
-                kv_cache_dtype=model.info.kv_dtype,
-                block_size=PAGE_SIZE,
-                model_dtype=model.info.weight_dtype,
-                max_num_seqs=model.capacity.slots * facts.workers,
-            )
+        model, facts = self._serving.loaded(), self._server.facts()
+        return vllm.GetServerInfoResponse(
+            active_requests=self._serving.requests_open,
+            is_paused=self._serving.condition.is_draining,
+            last_receive_timestamp=self._last_request_at,
+            uptime_seconds=facts.uptime_s,
+            server_type="slipstream",
+            data_parallel_size=1,
+            kv_cache_dtype=model.info.kv_dtype,
+            block_size=PAGE_SIZE,
+            model_dtype=model.info.weight_dtype,
+            max_num_seqs=model.capacity.slots * facts.workers,
+        )
 
     async def GetLoads(  # noqa: N802
         self, request: vllm.GetLoadsRequest, context: Context
     ) -> vllm.GetLoadsResponse:
-        async with StatusOnError(context, "VllmEngine.GetLoads"):
-            load = _load(await self._serving.pool.statuses())
-            return vllm.GetLoadsResponse(
-                timestamp=datetime.now(UTC).isoformat(),
-                version=self._server.facts().version,
-                dp_rank_count=1,
-                loads=[] if request.dp_rank > 0 else [load],
-            )
+        load = _load(await self._serving.pool.statuses())
+        return vllm.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(),
+            version=self._server.facts().version,
+            dp_rank_count=1,
+            loads=[] if request.dp_rank > 0 else [load],
+        )
 
     async def GetTokenizer(  # noqa: N802
         self, request: common_pb2.GetTokenizerRequest, context: Context
     ) -> None:
-        async with StatusOnError(context, "VllmEngine.GetTokenizer"):
-            model = self._serving.loaded()
-            bundle = await self._serving.in_thread(bundle_tokenizer, model.path, model.tokenizer)
-            for start in range(0, len(bundle.data), CHUNK_BYTES):
-                data = bundle.data[start : start + CHUNK_BYTES]
-                is_last = start + len(data) == len(bundle.data)
-                await context.write(
-                    common_pb2.GetTokenizerChunk(data=data, sha256=bundle.sha256 if is_last else "")
-                )
+        model = self._serving.loaded()
+        bundle = await self._serving.in_thread(bundle_tokenizer, model.path, model.tokenizer)
+        for start in range(0, len(bundle.data), CHUNK_BYTES):
+            data = bundle.data[start : start + CHUNK_BYTES]
+            is_last = start + len(data) == len(bundle.data)
+            await context.write(
+                common_pb2.GetTokenizerChunk(data=data, sha256=bundle.sha256 if is_last else "")
+            )
 
     async def SubscribeKvEvents(  # noqa: N802
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
