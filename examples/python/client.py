@@ -1,5 +1,7 @@
 """A Slipstream client in Python: a streamed chat, cancelling, and what to do about errors.
 
+Commands:
+
     python client.py chat "Why is the sky blue?"
     python client.py chat                          # a conversation, one line a turn
     python client.py cancel

@@ -1,6 +1,5 @@
-"""google.protobuf.Struct to plain Python data, as chat templates want it.
-
-Whole numbers become int: a Struct only knows doubles, and {"limit": 5} must not reach a template as 5.0.
+"""google.protobuf.Struct to plain Python data. Numbers stay the doubles they are on the wire; chat templates
+make whole ones ints again, whatever client the data came from (service.text.json_values).
 """
 
 from __future__ import annotations
@@ -11,9 +10,6 @@ from typing import Any
 from google.protobuf.struct_pb2 import Struct, Value
 
 from service.rpc.violations import Violations
-
-# The largest integer up to which every integer is a double of its own.
-_MAX_EXACT = 2**53
 
 
 def struct_to_dict(struct: Struct, path: str, violations: Violations) -> dict[str, Any]:
@@ -41,8 +37,8 @@ def _value_to_python(value: Value, path: str, violations: Violations) -> Any:
     return None
 
 
-def _number(number: float, path: str, violations: Violations) -> int | float | None:
+def _number(number: float, path: str, violations: Violations) -> float | None:
     if not math.isfinite(number):
         violations.add(path, f"is {number}; must be a finite number")
         return None
-    return int(number) if number.is_integer() and abs(number) <= _MAX_EXACT else number
+    return number

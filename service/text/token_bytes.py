@@ -112,9 +112,7 @@ def decoder_from_json(decoder: Mapping[str, Any] | None) -> ByteDecoder:
     return ByteDecoder(to_bytes, to_bytes, strips)
 
 
-def build_table(
-    vocabulary: Mapping[str, int], added: Mapping[int, str], decoder: ByteDecoder
-) -> list[bytes]:
+def build_table(vocabulary: Mapping[str, int], added: Mapping[int, str], decoder: ByteDecoder) -> list[bytes]:
     """Bytes by token id, b"" for ids that no token has. `added` tokens may be in `vocabulary` too."""
     size = max([*vocabulary.values(), *added], default=-1) + 1
     table = [b""] * size

@@ -121,9 +121,7 @@ def greedy_by_score(text: str, ids: dict[str, int], scores: list[float]) -> list
     symbols = list("▁" + text.replace(" ", "▁"))
     while True:
         joins = [
-            (-scores[ids[a + b]], i)
-            for i, (a, b) in enumerate(itertools.pairwise(symbols))
-            if a + b in ids
+            (-scores[ids[a + b]], i) for i, (a, b) in enumerate(itertools.pairwise(symbols)) if a + b in ids
         ]
         if not joins:
             break
@@ -274,9 +272,7 @@ def test_what_cannot_be_used_is_refused_by_name(
 # ---- the real model
 
 
-_ASCII_WORDS = re.compile(
-    r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+"
-)
+_ASCII_WORDS = re.compile(r"'(?:[stmd]|re|ve|ll)| ?[A-Za-z]+| ?[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
 
 
 def plain_bpe(text: str, ids: dict[str, int], ranks: dict[tuple[str, str], int]) -> list[int]:

@@ -51,9 +51,7 @@ def sentencepiece_tokenizer() -> TextTokenizer:
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     vocabulary |= {word: 256 + i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="a"))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = sentencepiece_reference_decoder()
     decoder = sentencepiece_decoder(strips_leading_space=True)
     return TextTokenizer(TokenizerParts("sentencepiece", tokenizer, decoder))
