@@ -6,6 +6,7 @@ carry a google.rpc.RetryInfo where waiting helps. Knows nothing of models, worke
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -140,8 +141,13 @@ class StatusOnError:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
+        if isinstance(error, grpc.aio.InternalError):
+            raise asyncio.CancelledError from error
         if not isinstance(error, RpcError):
             log.error("rpc_failed", rpc=self._rpc, exc_info=error)
             message = f"{self._rpc} failed inside the server; its log says more"
             error = RpcError(grpc.StatusCode.INTERNAL, message)
-        await self._context.abort(error.code, error.message, error.trailing_metadata())
+        try:
+            await self._context.abort(error.code, error.message, error.trailing_metadata())
+        except grpc.aio.InternalError as gone:
+            raise asyncio.CancelledError from gone

@@ -10,6 +10,7 @@ import pytest
 
 from protos.slipstream.v1 import inference_pb2 as pb
 from service.rpc import interception, serving
+from service.rpc.errors import RpcError, StatusOnError
 from tests.unit.rpc_harness import (
     ScriptedGeneration,
     answers_with,
@@ -288,3 +289,27 @@ def test_a_burst_of_calls_is_answered_not_cancelled(tiny_checkpoint: Path) -> No
             assert [answer for answer in answers if isinstance(answer, BaseException)] == []
 
     run(scenario())
+
+
+class _GoneClient:
+    """The context of a call whose connection is broken and that gRPC has not yet cancelled."""
+
+    async def abort(self, *_: object) -> None:
+        raise grpc.aio.InternalError
+
+
+@pytest.mark.parametrize(
+    "error", [grpc.aio.InternalError(), RpcError(grpc.StatusCode.NOT_FOUND, "none")], ids=["write", "status"]
+)
+def test_writing_to_a_client_that_is_gone_is_no_defect(
+    error: Exception, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            async with StatusOnError(_GoneClient(), "outer"):  # type: ignore[arg-type]
+                async with StatusOnError(_GoneClient(), "inner"):  # type: ignore[arg-type]
+                    raise error
+
+    run(scenario())
+    output = capfd.readouterr()
+    assert "rpc_failed" not in output.out + output.err
