@@ -179,7 +179,7 @@ export declare type WorkerStatus = Message<"slipstream.v1.WorkerStatus"> & {
   pagesFree: number;
 
   /**
-   * Free or evictable pages that hold cached prefixes.
+   * Pages that no request uses and that hold cached prefixes: taken when pages_free is 0.
    *
    * @generated from field: uint32 pages_cached = 16;
    */
