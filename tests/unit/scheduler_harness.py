@@ -15,7 +15,7 @@ from engine.interface import EngineCapacity, Sampling, StepHandle, StepPlan, Tok
 from engine.simulated import SimulatedEngine, SimulatedOptions
 from engine.simulated.tokens import advance, choose, logprobs_at
 from worker.messages import FinishReason, Rejected, StepTokens, Submit
-from worker.scheduler import Scheduler, SchedulerOptions
+from worker.scheduler import Scheduler, SchedulerObserver, SchedulerOptions
 from worker.scheduling.line import WaitingLine
 from worker.sequence import Sequence, State
 
@@ -88,11 +88,17 @@ class Stream:
 class Harness:
     """One scheduler, one engine, and everything that fronts have heard."""
 
-    def __init__(self, engine: SimulatedOptions | None = None, **scheduler: object) -> None:
+    def __init__(
+        self,
+        engine: SimulatedOptions | None = None,
+        observer: SchedulerObserver | None = None,
+        **scheduler: object,
+    ) -> None:
         self.engine_options = replace(engine or SimulatedOptions(), vocab_size=VOCABULARY)
         self.engine = SimulatedEngine(self.engine_options)
         self.clock = FakeClock()
-        self.scheduler = Scheduler(self.capacity, SchedulerOptions(**scheduler), self.clock)  # type: ignore[arg-type]
+        options = SchedulerOptions(**scheduler)  # type: ignore[arg-type]
+        self.scheduler = Scheduler(self.capacity, options, self.clock, observer)
         self.streams: dict[tuple[int, int], Stream] = {}
         self.plans: list[StepPlan] = []
         self.messages: list[dict[int, StepTokens]] = []

@@ -372,9 +372,8 @@ class Recorder:
 
 
 def test_the_observer_hears_when_sequences_start_and_speak() -> None:
-    harness = Harness(SimulatedOptions(slots=1, pipeline_depth=1))
     recorder = Recorder()
-    harness.scheduler._observer = recorder
+    harness = Harness(SimulatedOptions(slots=1, pipeline_depth=1), observer=recorder)
     harness.submit(10, 3)
     harness.submit(10, 3)
     harness.submit(10, 3, request_id="unlucky")
