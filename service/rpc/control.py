@@ -14,9 +14,10 @@ from google.protobuf.duration_pb2 import Duration
 
 from protos.slipstream.v1 import control_pb2, control_pb2_grpc
 from service.rpc.errors import Context, RpcError, invalid_field, retry_later
+from service.rpc.health_states import Condition
 from service.rpc.serving import Serving
 from service.rpc.violations import Range, Violations
-from worker.client import MetricData, Rejection, WorkerState, WorkerView
+from worker.client import MetricData, Rejection, WorkerView
 
 DEFAULT_PROFILE_STEPS = 32
 DEFAULT_PROFILE_TIMEOUT_S = 30.0
@@ -85,7 +86,7 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
             if view.report.info is not None:
                 versions |= view.report.info.versions
         return control_pb2.GetStatusResponse(
-            state=server_state(views, self._serving.condition.is_draining),
+            state=server_state(self._serving.condition),
             version=facts.version,
             uptime_seconds=facts.uptime_s,
             fronts=facts.fronts,
@@ -151,14 +152,14 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         )
 
 
-def server_state(views: Sequence[WorkerView], is_draining: bool) -> control_pb2.ServerState:
-    """The server's state, from its workers'."""
-    if is_draining:
+def server_state(condition: Condition) -> control_pb2.ServerState:
+    """The server's state as health has it: a worker counts once requests can be sent to it."""
+    if condition.is_draining:
         return control_pb2.SERVER_STATE_DRAINING
-    ready = [view.report.state is WorkerState.READY for view in views]
-    if not any(ready):
+    if not any(condition.workers_ready):
         return control_pb2.SERVER_STATE_LOADING
-    return control_pb2.SERVER_STATE_SERVING if all(ready) else control_pb2.SERVER_STATE_DEGRADED
+    is_complete = all(condition.workers_ready)
+    return control_pb2.SERVER_STATE_SERVING if is_complete else control_pb2.SERVER_STATE_DEGRADED
 
 
 def _seconds(field: str, duration: Duration, allowed: Range) -> float:

@@ -55,6 +55,10 @@ def test_status_at_any_time(tiny_checkpoint: Path, workers: list[WorkerState], s
         async with rpc_server(tiny_checkpoint, is_loaded=False) as harness:
             harness.pool.views = [view(i, one) for i, one in enumerate(workers)]
             reply = await harness.operations.GetStatus(pb.GetStatusRequest())
+            # Whatever the workers say: requests are refused until this front has the model's tokenizer.
+            assert reply.state == pb.SERVER_STATE_LOADING
+            harness.serving.set_workers([one is READY for one in workers], True)
+            reply = await harness.operations.GetStatus(pb.GetStatusRequest())
             assert reply.state == state
             assert (reply.version, reply.uptime_seconds, reply.fronts, reply.front) == ("1.2.3", 5.0, 2, 1)
             assert [worker.state for worker in reply.workers] == [int(one) for one in workers]
