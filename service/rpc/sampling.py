@@ -25,7 +25,7 @@ RANGES = {
     "temperature": Range(0, 100),
     "top_p": Range(0, 1, is_low_open=True),
     "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, 10, is_low_open=True),
+    "repetition_penalty": Range(1e-6, 10),  # logits divided by less leave the range of float32
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
     "n": Range(1, MAX_ANSWERS),

@@ -106,7 +106,18 @@ MALFORMED: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str, str]] = {
     "min_p negative": (sampling(min_p=-0.01), INVALID, "sampling.min_p", "at least 0"),
     "min_p high": (sampling(min_p=1.5), INVALID, "sampling.min_p", "at most 1"),
     "min_p nan": (sampling(min_p=NAN), INVALID, "sampling.min_p", "finite"),
-    "repetition 0": (sampling(repetition_penalty=0.0), INVALID, "sampling.repetition_penalty", "above 0"),
+    "repetition 0": (
+        sampling(repetition_penalty=0.0),
+        INVALID,
+        "sampling.repetition_penalty",
+        "at least 1e-06",
+    ),
+    "repetition tiny": (
+        sampling(repetition_penalty=1e-45),
+        INVALID,
+        "sampling.repetition_penalty",
+        "1.4013e-45",
+    ),
     "repetition high": (
         sampling(repetition_penalty=10.5),
         INVALID,
