@@ -22,6 +22,7 @@ from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
 MAX_HELD_BYTES = 512 * 2**20
 SMALL_BYTES = 4096
 HELD_RETRY_S = 1.0
+DEADLINE_ROUNDING_S = 0.02
 
 MALFORMED_MESSAGE = "the request is no valid message of this method's type, or holds invalid UTF-8"
 
@@ -134,9 +135,10 @@ def _wrap(
 
 
 def _is_late(context: Context) -> bool:
-    """Whether the call's deadline is what cancelled it."""
+    """Whether the call's deadline is what cancelled it: the client's own clock may say so a little earlier,
+    since a deadline is rounded up on its way here."""
     remaining = context.time_remaining()
-    return remaining is not None and remaining <= 0
+    return remaining is not None and remaining <= DEADLINE_ROUNDING_S
 
 
 def _code_name(code: grpc.StatusCode | int) -> str:
