@@ -305,11 +305,13 @@ def test_writing_to_a_client_that_is_gone_is_no_defect(
     error: Exception, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
-        with pytest.raises(asyncio.CancelledError):
-            async with StatusOnError(_GoneClient(), "outer"):  # type: ignore[arg-type]
-                async with StatusOnError(_GoneClient(), "inner"):  # type: ignore[arg-type]
-                    raise error
+        async with (
+            StatusOnError(_GoneClient(), "outer"),  # type: ignore[arg-type]
+            StatusOnError(_GoneClient(), "inner"),  # type: ignore[arg-type]
+        ):
+            raise error
 
-    run(scenario())
+    with pytest.raises(asyncio.CancelledError):
+        run(scenario())
     output = capfd.readouterr()
     assert "rpc_failed" not in output.out + output.err
