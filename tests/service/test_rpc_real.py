@@ -238,7 +238,7 @@ def test_hundreds_of_calls_that_end_in_every_way_leave_nothing_behind(server: Se
 def small_server(tiny_checkpoint: Path) -> Iterator[ServerProcess]:
     """One slot and one place in the queue. A long answer takes a second, so that a busy machine has the time
     to halt it before it is whole."""
-    flags = ("--engine", "simulated", "--simulated-step-us", "500", "--max-sequences", "1", "--max-queued", "1")
+    flags = ("--engine", "simulated", "--simulated-step-us", "500", "--max-sequences=1", "--max-queued=1")
     with running_server(tiny_checkpoint, *flags) as running:
         yield running
 
