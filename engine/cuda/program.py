@@ -23,7 +23,7 @@ from kernels.embedding import embed
 from kernels.launch import KernelLibrary, Launch
 from kernels.norm import add_rms_norm
 from kernels.rope import rope_and_write
-from kernels.skinny import Finish, FusedNorm, fits, skinny_product
+from kernels.skinny import MAX_FUSED_NORM_ROWS, Finish, FusedNorm, fits, skinny_product
 from kernels.tensor import DType, Tensor
 
 Call = Callable[[int], None]
@@ -271,9 +271,10 @@ class Body:
         return self._parts.skinny and fits(rows, n, weight.shape[1], finish)
 
     def _skinny(self, norm: Norm, weight: Tensor, y: Tensor, finish: Finish) -> None:
-        """Of the normalised residual stream: one launch where the stream is bf16 and complete."""
+        """Of the normalised residual stream: in one launch for one row of a complete bf16 stream."""
         fused = None
-        if self._residual.dtype is DType.BF16 and self._delta is None:
+        few = self._rows.count <= MAX_FUSED_NORM_ROWS
+        if few and self._residual.dtype is DType.BF16 and self._delta is None:
             fused = FusedNorm(norm.weight, norm.spec.eps, norm.spec.weight_offset)
         else:
             self._norm(norm)

@@ -224,7 +224,7 @@ def decode(bench: Bench, model: str, engine: CudaEngine) -> None:
             idle += streams.idle_us[8:]
             steps += streams.step_us[8:]
         share = 100 * statistics.median(idle) / (statistics.median(idle) + statistics.median(steps))
-        note = f"context 128 → 384, step {statistics.median(steps):.0f} µs, idle {statistics.median(idle):.1f} µs"
+        note = f"context 128 → 384, step {statistics.median(steps):.0f} µs"
         bench.add(f"decode ×{count}{label}", "tok/s", rates, model=model, note=note)
         bench.add(f"idle between steps ×{count}{label}", "%", [share], model=model)
 

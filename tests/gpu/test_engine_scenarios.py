@@ -15,22 +15,40 @@ from engine.cuda.loading import load_cuda_engine
 from engine.cuda.settings import CudaSettings
 from engine.interface import Engine
 from engine.options import EngineOptions
-from tests.cuda_scenarios import FAMILIES, SCENARIOS, Load, logprobs_are_those_of_the_reference
+from tests.cuda_scenarios import (
+    FAMILIES,
+    SCENARIOS,
+    Load,
+    decoded_logprobs_are_those_of_the_reference,
+    logprobs_are_those_of_the_reference,
+)
 
 pytestmark = pytest.mark.gpu
 LAZY = CudaSettings(tune=False, capture=False)
+ONE_ARM = CudaSettings(tune=False, capture=False, decode_widths=(8,), prefill_sizes=(128,))
+"""A bucket for everything: what shares a batch must not change a bit then."""
 
 
 @pytest.fixture
 def load() -> Iterator[Load]:
-    """Loads engines and closes them after the test; skips without a GPU."""
+    """Loads engines of one arm and closes them after the test; skips without a GPU."""
+    yield from _loading(ONE_ARM)
+
+
+@pytest.fixture
+def load_with_all_arms() -> Iterator[Load]:
+    """The same with the buckets of serving."""
+    yield from _loading(LAZY)
+
+
+def _loading(settings: CudaSettings) -> Iterator[Load]:
     reason = why_no_gpu()
     if reason is not None:
         pytest.skip(reason)
     engines: list[Engine] = []
 
     def make(options: EngineOptions) -> Engine:
-        engines.append(load_cuda_engine(options, None, LAZY))
+        engines.append(load_cuda_engine(options, None, settings))
         return engines[-1]
 
     yield make
@@ -39,8 +57,12 @@ def load() -> Iterator[Load]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logprobs_are_those_of_the_reference(tmp_path: Path, load: Load, family: str) -> None:
-    logprobs_are_those_of_the_reference(load, tmp_path, family)
+def test_logprobs_are_those_of_the_reference(tmp_path: Path, load_with_all_arms: Load, family: str) -> None:
+    logprobs_are_those_of_the_reference(load_with_all_arms, tmp_path, family)
+
+
+def test_decoded_logprobs_are_those_of_the_reference(tmp_path: Path, load_with_all_arms: Load) -> None:
+    decoded_logprobs_are_those_of_the_reference(load_with_all_arms, tmp_path)
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)

@@ -1,4 +1,4 @@
-"""The CUDA engine's own code against the reference engine, its kernels carried out by numpy on host memory."""
+"""The CUDA engine's own code against the reference engine; numpy carries out its kernels on host memory."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +169,7 @@ def test_no_buffer_overlaps_another(tmp_path: Path) -> None:
     bench.plan.reserve(layout)
     bench.plan.reserve_pages(layout, 3)
     places = sorted(layout.reservations.values(), key=lambda place: place.offset)
-    for before, after in zip(places, places[1:], strict=False):
+    for before, after in pairwise(places):
         assert before.offset + before.bytes <= after.offset
     kv = [place for place in places if place.part == "kv_pages"]
     assert sum(place.bytes for place in kv) == 3 * bench.plan.page_bytes()
