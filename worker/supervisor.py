@@ -121,7 +121,8 @@ class WorkerSupervisor:
         if self._fatal is not None:
             return self._fatal
         if all(worker.report.state is WorkerState.FAILED for worker in self._workers):
-            return self._workers[0].report.last_error
+            last_error = self._workers[0].report.last_error
+            return f"no worker lives long enough to serve anybody; the last death: {last_error}"
         return None
 
     async def _next_change(self) -> None:
