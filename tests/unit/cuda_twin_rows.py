@@ -1,4 +1,4 @@
-"""Numpy twins of the kernels of a forward pass. Arguments are those of the launch; addresses are host memory."""
+"""Numpy twins of the kernels of a forward pass, on a launch's own arguments; addresses are host memory."""
 
 from __future__ import annotations
 
