@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -44,7 +45,15 @@ from service.rpc.security import TlsFiles, read_tokens
 from service.rpc.server import RpcOptions, RpcServer
 from service.rpc.serving import ServedModel, Serving
 from service.text import TextTokenizer, TokenizerError, load_tokenizer
-from worker.client import EngineCapacity, EngineInfo, MetricData, WorkerPool, WorkerReport, WorkerState
+from worker.client import (
+    EngineCapacity,
+    EngineInfo,
+    MetricData,
+    WorkerPool,
+    WorkerReport,
+    WorkerState,
+    exit_with_parent,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -82,7 +91,14 @@ def front_main(settings: FrontSettings, channel_end: socket.socket) -> None:
     """The process's entry point."""
     options = settings.options
     configure_logs(options.log_format, options.log_level, process="front", front=settings.index)
+    exit_with_parent(before_exit=_say_main_is_gone)  # whatever became of the event loop
     asyncio.run(_run(settings, channel_end))
+
+
+def _say_main_is_gone() -> None:
+    with suppress(OSError):  # whoever read our log may be gone, too
+        log.error("main_process_gone")
+        sys.stderr.flush()
 
 
 async def _run(settings: FrontSettings, channel_end: socket.socket) -> None:
@@ -136,8 +152,7 @@ class Front:
         """Takes messages for as long as the main process is there, and ends this process with it."""
         async for message in self._channel.messages():
             self._on_message(message)
-        log.error("main_process_gone")
-        sys.stderr.flush()
+        _say_main_is_gone()
         os._exit(1)  # nobody would restart, watch or stop this process any more
 
     # ---- parts of the start

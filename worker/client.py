@@ -57,7 +57,7 @@ from worker.pool import WorkerPool
 from worker.reports import WorkerDeath, WorkerReport, WorkerState
 from worker.roster import WorkerView
 from worker.scheduling.options import SchedulerOptions
-from worker.spawning import spawn_process
+from worker.spawning import exit_with_parent, spawn_process
 from worker.supervisor import WorkerFailed, WorkerSupervisor
 
 __all__ = [
@@ -107,6 +107,7 @@ __all__ = [
     "WorkerState",
     "WorkerSupervisor",
     "WorkerView",
+    "exit_with_parent",
     "gguf_part_names",
     "inspect_model",
     "merge_metrics",

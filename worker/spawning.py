@@ -54,8 +54,10 @@ def exit_with_parent(before_exit: Callable[[], None] | None = None) -> None:
 
     def watch(sentinel: int) -> None:
         wait([sentinel])
-        if before_exit is not None:
-            before_exit()
-        os._exit(1)
+        try:
+            if before_exit is not None:
+                before_exit()
+        finally:
+            os._exit(1)
 
     threading.Thread(target=watch, args=(parent.sentinel,), name="parent-watch", daemon=True).start()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from contextlib import ExitStack
+import subprocess
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -13,7 +14,16 @@ import grpc
 from protos.slipstream.v1 import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from protos.slipstream.v1.inference_pb2 import GenerateRequest, TokenIds
 from protos.slipstream.v1.sampling_pb2 import SamplingParams
-from tests.service.server_process import DEADLINE_S, ServerProcess, descendants, wait_until
+from tests.service.server_process import (
+    COMMAND,
+    DEADLINE_S,
+    ROOT,
+    ServerProcess,
+    descendants,
+    environment,
+    is_alive,
+    wait_until,
+)
 
 N_STREAMS = 16
 N_TOKENS = 150
@@ -136,3 +146,26 @@ def test_the_dead_front_left_no_work_behind(server: ServerProcess) -> None:
         return worker.running == 0 and worker.waiting == 0
 
     wait_until(is_idle, "the worker has dropped what nobody waits for")
+
+
+def test_a_dead_main_process_takes_all_with_it_though_nobody_reads_the_log(tiny_checkpoint: Path) -> None:
+    """As when the pipe that the log went to is gone as well: writing to it then fails."""
+    arguments = ["serve", "--model", str(tiny_checkpoint), "--engine", "simulated", "--fronts", "2"]
+    process = subprocess.Popen(
+        [*COMMAND, *arguments, "--port", "0", "--metrics-port", "0"],
+        cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    family = set()
+    try:
+        assert any(line.startswith("ready: ") for line in process.stdout)
+        family = set(descendants(process.pid))
+        assert len(family) >= 3
+        process.stdout.close()
+        process.kill()
+        process.wait(DEADLINE_S)
+        wait_until(lambda: not any(is_alive(pid) for pid in family), "every process has ended")
+    finally:
+        for pid in (process.pid, *family):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
