@@ -19,9 +19,12 @@ from tests.cuda_scenarios import (
     FAMILIES,
     SCENARIOS,
     Load,
+    a_family_has_the_logprobs_of_the_reference,
     decoded_logprobs_are_those_of_the_reference,
+    family_cases,
     logprobs_are_those_of_the_reference,
 )
+from tests.parity.families import Case
 
 pytestmark = pytest.mark.gpu
 LAZY = CudaSettings(tune=False, capture=False)
@@ -68,3 +71,10 @@ def test_decoded_logprobs_are_those_of_the_reference(tmp_path: Path, load_with_a
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(tmp_path: Path, load: Load, scenario: object) -> None:
     scenario(load, tmp_path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
+def test_a_family_has_the_logprobs_of_the_reference(
+    tmp_path: Path, load_with_all_arms: Load, case: Case
+) -> None:
+    a_family_has_the_logprobs_of_the_reference(load_with_all_arms, tmp_path, case)

@@ -9,7 +9,15 @@ import pytest
 pytest.importorskip("cuda.bindings")
 pytest.importorskip("nvmath")
 
-from tests.cuda_scenarios import FAMILIES, SCENARIOS, Load, logprobs_are_those_of_the_reference
+from tests.cuda_scenarios import (
+    FAMILIES,
+    SCENARIOS,
+    Load,
+    a_family_has_the_logprobs_of_the_reference,
+    family_cases,
+    logprobs_are_those_of_the_reference,
+)
+from tests.parity.families import Case
 from tests.unit.cuda_twin import load_twin
 
 __all__ = ["load_twin"]
@@ -23,3 +31,8 @@ def test_logprobs_are_those_of_the_reference(tmp_path: Path, load_twin: Load, fa
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(tmp_path: Path, load_twin: Load, scenario: object) -> None:
     scenario(load_twin, tmp_path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
+def test_a_family_has_the_logprobs_of_the_reference(tmp_path: Path, load_twin: Load, case: Case) -> None:
+    a_family_has_the_logprobs_of_the_reference(load_twin, tmp_path, case)
