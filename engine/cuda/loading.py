@@ -6,7 +6,7 @@ Kernels compile while weights load; products are tuned and graphs captured once 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import version
 from math import prod
@@ -49,7 +49,10 @@ RESERVE_BYTES = 512 << 20
 _SCRATCH_BYTES = 4 << 30
 """To tune in: all copies of a large model's head and more."""
 
-_SHARES = {"weights": (0.0, 0.7), "tuning": (0.7, 0.9), "graphs": (0.9, 1.0)}
+_REPORT_SECONDS = 0.2
+"""Between reports on kernels that are still being compiled once the weights are there."""
+
+_SHARES = {"weights": (0.0, 0.6), "kernels": (0.6, 0.7), "tuning": (0.7, 0.9), "graphs": (0.9, 1.0)}
 """Of the whole of loading, by stage: from … to."""
 
 
@@ -82,6 +85,8 @@ class _Loading:
         self._settings = settings
         self._progress = progress
         self._seconds: dict[str, float] = {}
+        self._compiled = 0.0
+        """Share of the kernels that is compiled; written by the thread that does it."""
         self._widths, self._sizes = _buckets(options, settings)
 
     def run(self) -> CudaEngine:
@@ -164,6 +169,7 @@ class _Loading:
                 all_units(),
                 self._device.limits.arch,
                 cache_folder=self._settings.kernel_folder,
+                progress=self._count_compiled,
                 dependent_launch=None if self._settings.dependent_launch else False,
             )
 
@@ -191,6 +197,8 @@ class _Loading:
 
     def _library(self, compiling: Future[KernelLibrary]) -> KernelLibrary:
         """The compiled kernels, loaded: a module must not be loaded during a capture."""
+        while not wait([compiling], _REPORT_SECONDS).done:
+            self._hear("kernels", self._compiled)
         try:
             library = compiling.result()
             with self._timed("modules"):
@@ -262,6 +270,9 @@ class _Loading:
             yield
         finally:
             self._seconds[part] = perf_counter() - began
+
+    def _count_compiled(self, unit: str, done: int, total: int) -> None:
+        self._compiled = done / total
 
     def _hear(self, stage: str, share: float) -> None:
         if self._progress is not None:

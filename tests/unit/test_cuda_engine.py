@@ -9,16 +9,24 @@ import pytest
 pytest.importorskip("cuda.bindings")
 pytest.importorskip("nvmath")
 
+from engine.cuda import loading, staging
+from engine.interface import Sampling
 from tests.cuda_scenarios import (
     FAMILIES,
     SCENARIOS,
     Load,
     a_family_has_the_logprobs_of_the_reference,
+    assert_close,
+    checkpoint,
     family_cases,
     logprobs_are_those_of_the_reference,
+    options,
+    prompt,
+    reference,
 )
 from tests.parity.families import Case
-from tests.unit.cuda_twin import load_twin
+from tests.parity.reference_driver import Driver
+from tests.unit.cuda_twin import SETTINGS, load_twin
 
 __all__ = ["load_twin"]
 
@@ -36,3 +44,43 @@ def test_scenario(tmp_path: Path, load_twin: Load, scenario: object) -> None:
 @pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
 def test_a_family_has_the_logprobs_of_the_reference(tmp_path: Path, load_twin: Load, case: Case) -> None:
     a_family_has_the_logprobs_of_the_reference(load_twin, tmp_path, case)
+
+
+def test_the_smallest_engine(tmp_path: Path, load_twin: Load) -> None:
+    """One slot, steps of few tokens, a prompt over many of them, its log-probabilities in many groups."""
+    checkpoint(tmp_path)
+    sampling = Sampling(temperature=0.0, logprobs=0, prompt_logprobs=0)
+    sizes = {"max_sequences": 1, "max_step_tokens": 7, "kv_pages": 2, "max_sequence_length": 128}
+    wanted = reference(tmp_path, **sizes)
+    found = Driver(load_twin(options(tmp_path, **sizes)))
+    for driver in (wanted, found):
+        driver.start(0, prompt(50), sampling)
+        driver.prefill(0, chunk=7)
+    assert_close(found.prompt_logprobs[0], wanted.prompt_logprobs[0])
+    assert len(found.prompt_logprobs[0]) == 49
+    found.decode(10, 0)
+    assert len(found.tokens[0]) == 11
+
+
+def test_long_histories_arrive_in_several_batches(
+    tmp_path: Path, load_twin: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "STARTS_BYTES", 1)
+    monkeypatch.setattr(staging, "starts_bytes", lambda plan: 1536)
+    checkpoint(tmp_path)
+    driver = Driver(load_twin(options(tmp_path)))
+    for slot in range(4):
+        strong = {slot + 5: 1e4}
+        driver.start(slot, prompt(200), Sampling(temperature=0.0, presence_penalty=1.0, logit_bias=strong))
+    driver.prefill(*range(4), chunk=24)
+    driver.decode(2, *range(4))
+    assert [driver.tokens[slot] for slot in range(4)] == [[slot + 5] * 3 for slot in range(4)]
+
+
+def test_progress_goes_up_to_the_end(tmp_path: Path, load_twin: Load) -> None:
+    checkpoint(tmp_path)
+    heard: list[tuple[str, float]] = []
+    loading.load_cuda_engine(options(tmp_path), lambda *event: heard.append(event), SETTINGS).close()
+    shares = [share for _, share in heard]
+    assert shares == sorted(shares)
+    assert heard[-1] == ("graphs", 1.0)
