@@ -1,4 +1,7 @@
-"""What can be wrong with a model on disk. Messages are whole sentences that a user can act on."""
+"""What can be wrong with a model on disk, or with compiling kernels.
+
+Messages are whole sentences that a user can act on.
+"""
 
 from __future__ import annotations
 
@@ -17,3 +20,7 @@ class UnsupportedModelError(ConfigError):
 
 class CheckpointError(ModelError):
     """Weights are missing, truncated, malformed or of the wrong shape or type."""
+
+
+class KernelToolsError(Exception):
+    """Kernels cannot be compiled here, or one does not compile; str() is fit to be shown."""

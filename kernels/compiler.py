@@ -138,13 +138,17 @@ def compile_unit(unit: CompileUnit, arch: str, cache_folder: Path | None) -> Com
     """Compiles one unit, or takes it from the cache. Raises KernelCompileError."""
     if cache_folder is None:
         return _compile(unit, arch)
-    path = cache_folder / f"{Path(unit.source).stem}-{arch}-{_content_hash(unit, arch)}.kernel"
-    cached = _read_cached(path, unit, arch)
+    cached = cached_unit(unit, arch, cache_folder)
     if cached is not None:
         return cached
     compiled = _compile(unit, arch)
-    _write_cached(path, compiled)
+    _write_cached(_cache_path(unit, arch, cache_folder), compiled)
     return compiled
+
+
+def cached_unit(unit: CompileUnit, arch: str, cache_folder: Path) -> CompiledUnit | None:
+    """The unit as the cache holds it; None if it would have to be compiled."""
+    return _read_cached(_cache_path(unit, arch, cache_folder), unit, arch)
 
 
 @cache
@@ -180,6 +184,10 @@ def _nvrtc_build() -> str:
         return metadata.version("nvidia-cuda-nvrtc")
     except metadata.PackageNotFoundError:
         return ""
+
+
+def _cache_path(unit: CompileUnit, arch: str, cache_folder: Path) -> Path:
+    return cache_folder / f"{Path(unit.source).stem}-{arch}-{_content_hash(unit, arch)}.kernel"
 
 
 def _content_hash(unit: CompileUnit, arch: str) -> str:

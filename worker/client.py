@@ -8,7 +8,7 @@ Importing this loads no engine and no kernel.
 from __future__ import annotations
 
 from engine.config.generation import GenerationDefaults, read_eos_token_ids, read_generation_defaults
-from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModelError
+from engine.errors import CheckpointError, ConfigError, KernelToolsError, ModelError, UnsupportedModelError
 from engine.files.gguf_head import read_gguf_metadata
 from engine.files.gguf_names import gguf_part_names
 from engine.files.json_file import read_json_object, read_optional_json_object
@@ -33,6 +33,15 @@ from worker.generation import (
 )
 from worker.inspection import inspect_model
 from worker.instruments import METRICS_PREFIX
+from worker.kernel_tools import (
+    KernelBuild,
+    KernelEntry,
+    all_architectures,
+    build_kernels,
+    default_architectures,
+    kernel_cache_folder,
+    list_kernels,
+)
 from worker.messages import (
     FinishReason,
     HistogramData,
@@ -84,6 +93,9 @@ __all__ = [
     "Histogram",
     "HistogramData",
     "IntArray",
+    "KernelBuild",
+    "KernelEntry",
+    "KernelToolsError",
     "MetricData",
     "MetricsRegistry",
     "ModelError",
@@ -107,9 +119,14 @@ __all__ = [
     "WorkerState",
     "WorkerSupervisor",
     "WorkerView",
+    "all_architectures",
+    "build_kernels",
+    "default_architectures",
     "exit_with_parent",
     "gguf_part_names",
     "inspect_model",
+    "kernel_cache_folder",
+    "list_kernels",
     "merge_metrics",
     "read_eos_token_ids",
     "read_generation_defaults",

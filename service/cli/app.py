@@ -10,6 +10,7 @@ from service.cli import control, generate, tokenize
 from service.cli.bench import bench
 from service.cli.flags import spread
 from service.cli.inspect import inspect
+from service.cli.kernels import kernels
 from service.cli.serve import serve_command
 
 _HELP = """Serve large language models over gRPC, and talk to such a server.
@@ -34,6 +35,7 @@ _SERVING, _TALKING, _OPERATING = "Serve", "Talk to a server", "Look after a serv
 
 app.command("serve", rich_help_panel=_SERVING)(serve_command)
 app.command("inspect", rich_help_panel=_SERVING)(inspect)
+app.add_typer(kernels, name="kernels", rich_help_panel=_SERVING)
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     _TALKING: (generate.generate, generate.chat, tokenize.tokenize, bench),
     _OPERATING: (

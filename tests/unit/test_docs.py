@@ -53,7 +53,10 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
     for line in re.findall(r"\bslipstream ([a-z]+\b[^`\n#]*)", page.read_text(encoding="utf-8")):
         name, *words = line.split()
         if name in commands:
-            options = commands[name].params
+            command = commands[name]
+            while words and words[0] in getattr(command, "commands", {}):
+                name, command = f"{name} {words[0]}", command.commands[words.pop(0)]
+            options = command.params
             known = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
             for flag in (word.split("=")[0] for word in words if word.startswith("--")):
                 assert flag in known | {"--help"}, f"slipstream {name} has no {flag}"
