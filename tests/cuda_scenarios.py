@@ -194,7 +194,7 @@ def broken_plans_are_refused_before_anything_changes(load: Load, folder: Path) -
         (StepPlan(7, decodes=(1,)), "slot 1: no sequence has been started"),
         (StepPlan(7, decodes=(0, 0)), "slot 0 stands in two rows"),
         (StepPlan(7, decodes=(99,)), "is not in 0 … 4"),
-        (StepPlan(7, releases=(0,), decodes=(0,)), "replaced or released"),
+        (StepPlan(7, releases=(0,), decodes=(0,)), "slot 0: no sequence has been started"),
     ):
         with pytest.raises(ValueError, match=f"step 7: .*{message}"):
             driver.engine.execute(plan)

@@ -17,7 +17,7 @@ from cuda.bindings import driver
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import ModelConfig
 from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
-from engine.cuda.buffers import MAX_STOP_IDS, BufferPlan, Buffers, BufferSizes, rope_values
+from engine.cuda.buffers import BufferPlan, Buffers, BufferSizes, rope_values
 from engine.cuda.device import Device, Stream, check, cuda_version_text, driver_version
 from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
 from engine.cuda.features import require_supported
@@ -37,6 +37,7 @@ from engine.cuda.weights import device_weights, reserve_weights, weights_in
 from engine.errors import ModelError
 from engine.interface import EngineCapacity, EngineError, EngineInfo, Progress
 from engine.options import EngineOptions
+from engine.plan_check import PlanLimits
 from kernels.compiler import nvrtc_version
 from kernels.errors import KernelError
 from kernels.launch import KernelLibrary
@@ -122,7 +123,7 @@ class _Loading:
                 planner=planner,
                 stream=stream,
                 buffers=buffers,
-                ledger=Ledger(capacity, self._config.vocab_size, MAX_STOP_IDS),
+                ledger=Ledger(self._limits(capacity, plan)),
                 stager=stager,
                 slots=SlotControl(library, buffers, stager.region, parts.staging, stream),
                 programs=programs,
@@ -237,6 +238,15 @@ class _Loading:
             max_step_tokens=self._options.max_step_tokens,
             pipeline_depth=PIPELINE_DEPTH,
             prefix_cacheable=not self._config.has_recurrent_state,
+        )
+
+    def _limits(self, capacity: EngineCapacity, plan: BufferPlan) -> PlanLimits:
+        shape = plan.slot_shape
+        return PlanLimits(
+            capacity,
+            self._config.vocab_size,
+            stop_token_ids=shape.max_stop,
+            logit_biases=shape.max_bias,
         )
 
     def _describe(self, memory: MemoryPlan, report: LoadReport, planner: GemmPlanner) -> EngineInfo:

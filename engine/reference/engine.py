@@ -21,9 +21,9 @@ from engine.interface import (
     StepResult,
 )
 from engine.options import EngineOptions
+from engine.plan_check import PlanLimits, check_plan
 from engine.reference.memory import MemoryPlan, parameter_count, plan_memory
 from engine.reference.model import ReferenceModel
-from engine.reference.plan_check import check_plan
 from engine.reference.slots import Slots
 from engine.reference.step import Step
 from engine.reference.threads import BlasThreads
@@ -52,7 +52,6 @@ class ReferenceEngine(Engine):
         self._model: ReferenceModel | None = ReferenceModel(
             checkpoint, pages=memory.pages, slots=options.max_sequences, progress=progress
         )
-        self._vocab_size = config.vocab_size
         self._slots = Slots(options.max_sequences, memory.max_sequence_length, config.vocab_size)
         self.capacity = EngineCapacity(
             slots=options.max_sequences,
@@ -63,13 +62,14 @@ class ReferenceEngine(Engine):
             prefix_cacheable=not config.has_recurrent_state,
             prefill_tokens_beside_decodes=PREFILL_TOKENS_BESIDE_DECODES,
         )
+        self._limits = PlanLimits(self.capacity, config.vocab_size)
         self.info = _describe(self._model, memory, self._threads)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Computes the step before it returns."""
         if self._model is None:
             raise EngineError("the engine is closed")
-        check_plan(plan, self._slots, self.capacity, self._vocab_size)
+        check_plan(plan, self._slots, self._limits)
         began = perf_counter()
         try:
             with np.errstate(all="ignore"):

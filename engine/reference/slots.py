@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.interface import SlotStart, pages_for
+from engine.plan_check import ANY_POSITION, NO_PAGE, SlotPhase
 from engine.reference.arrays import FloatArray, IntArray
 from engine.reference.sampler import Sampler
-
-NO_PAGE = -1
 
 
 @dataclass(slots=True)
@@ -26,6 +26,12 @@ class Sequence:
     """It has stopped or failed: rows of it do nothing until the slot is started anew."""
     last_hidden: FloatArray | None = field(default=None, repr=False)
     """Final hidden state [hidden] of the last prefilled row, kept where prompt log-probabilities are due."""
+
+    @property
+    def phase(self) -> SlotPhase:
+        if self.inert:
+            return SlotPhase.ENDED
+        return SlotPhase.PREFILL if self.last_token is None else SlotPhase.DECODE
 
 
 class Slots:
@@ -53,6 +59,20 @@ class Slots:
         sequence = self.sequences[slot]
         assert sequence is not None
         return sequence
+
+    def phases(self, slots: NDArray[np.int64]) -> NDArray[np.int8]:
+        """As SlotBook has it."""
+        sequences = [self.sequences[slot] for slot in slots]
+        return np.array([SlotPhase.EMPTY if each is None else each.phase for each in sequences], np.int8)
+
+    def positions(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """As SlotBook has it."""
+        known = (None if each is None else each.position for each in map(self.sequences.__getitem__, slots))
+        return np.array([ANY_POSITION if position is None else position for position in known], np.int64)
+
+    def prompt_logprobs(self, slot: int) -> int | None:
+        """As SlotBook has it."""
+        return self.occupied(slot).sampler.sampling.prompt_logprobs
 
     def pages_of(self, slot: int) -> IntArray:
         """Numbers of all pages the slot has."""

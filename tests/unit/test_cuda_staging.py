@@ -22,6 +22,7 @@ from engine.cuda.memory import Layout
 from engine.cuda.staging import Stager
 from engine.errors import UnsupportedModelError
 from engine.interface import EngineCapacity, PageAssignment, PrefillChunk, Sampling, SlotStart, StepPlan
+from engine.plan_check import PlanLimits
 from kernels.tensor import DType
 from tests.cuda_scenarios import VOCAB, checkpoint
 from tests.parity.families import CASES, Case, build_checkpoint
@@ -64,7 +65,7 @@ class Bench:
         self.plan = BufferPlan(config, HOPPER, sizes)
         self.stager = Stager(self.plan, decode_widths(6), prefill_sizes(128))
         capacity = EngineCapacity(6, 24, 256, 128, 2, True)
-        self.ledger = Ledger(capacity, VOCAB, 96)
+        self.ledger = Ledger(PlanLimits(capacity, VOCAB))
         self.host = {
             name: np.full(place.shape, 77, np.int32)
             for name, place in self.stager.region.layout.reservations.items()
