@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """How much an engine takes on at once. Each engine has one of what suits it, beside its code."""
+
+    max_sequences: int
+    """Slots."""
+    max_step_tokens: int
+    """Token budget of one step."""
+    prefill_tokens_beside_decodes: int | None = None
+    """As in EngineCapacity; the scheduler's options may say otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -16,12 +30,12 @@ class EngineOptions:
     """"auto" (cuda where a GPU is usable, else reference), "cuda", "reference" or "simulated"."""
     device: int = 0
     """Index of the GPU among the visible ones."""
-    max_sequences: int = 16
-    """Slots."""
+    max_sequences: int | None = None
+    """Slots; None takes what suits the engine."""
     max_sequence_length: int | None = None
     """Most tokens of prompt and output; None takes the model's own limit, as far as memory allows."""
-    max_step_tokens: int = 2048
-    """Token budget of one step."""
+    max_step_tokens: int | None = None
+    """Token budget of one step; None takes what suits the engine."""
     kv_pages: int | None = None
     """KV pages; None sizes them from the memory budget."""
     memory_fraction: float = 0.9
@@ -30,3 +44,20 @@ class EngineOptions:
     """BLAS threads of the reference engine; None takes all cores of the process."""
     simulated_step_us: float = 0.0
     """Time one step of the simulated engine takes."""
+
+    def sizes(self, suited: StepSizes) -> StepSizes:
+        """What was chosen and, for the rest, what suits the engine, made to go with it.
+
+        Raises ModelError if a step has no room for a token of each sequence.
+        """
+        sequences, tokens = self.max_sequences, self.max_step_tokens
+        if sequences is None:
+            sequences = min(suited.max_sequences, tokens or suited.max_sequences)
+        if tokens is None:
+            tokens = max(suited.max_step_tokens, sequences)
+        if tokens < sequences:
+            raise ModelError(
+                f"max_step_tokens {tokens} has no room for a token of each of {sequences} sequences: raise "
+                "it or lower max_sequences."
+            )
+        return StepSizes(sequences, tokens, suited.prefill_tokens_beside_decodes)

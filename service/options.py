@@ -88,10 +88,22 @@ class ServeOptions:
         float, About("Engine", "Time that a step of the simulated engine takes, in microseconds.")
     ] = 0.0
 
-    max_sequences: Annotated[int, About("Scheduling", "Requests that run at once, per worker.")] = 16
+    max_sequences: Annotated[
+        int | None,
+        About(
+            "Scheduling",
+            "Requests that run at once, per worker. Default: what suits the engine (reference 16, others "
+            "64).",
+        ),
+    ] = None
     max_step_tokens: Annotated[
-        int, About("Scheduling", "Most tokens in one step. Lower: steadier streams; higher: faster prompts.")
-    ] = 2048
+        int | None,
+        About(
+            "Scheduling",
+            "Most tokens in one step, at least --max-sequences. Lower: less memory; higher: faster prompts. "
+            "Default: what suits the engine (cuda 8192, others 2048).",
+        ),
+    ] = None
     prefix_caching: Annotated[
         bool, About("Scheduling", "Share keys and values between prompts that begin alike.")
     ] = True
@@ -104,7 +116,7 @@ class ServeOptions:
         About(
             "Scheduling",
             "Most prompt tokens in a step that also feeds running streams, to keep them steady. Default: "
-            "what suits the engine.",
+            "what suits the engine (reference 32, cuda 256).",
         ),
     ] = None
     max_queued: Annotated[
@@ -323,6 +335,9 @@ def _validate(options: ServeOptions, sources: Mapping[str, str]) -> None:
         value = getattr(options, name)
         require(value is None or value >= 1, name, "must be at least 1")
         require(value is None or value <= most, name, f"must be at most {most}")
+    sequences, tokens = options.max_sequences, options.max_step_tokens
+    has_room = sequences is None or tokens is None or tokens >= sequences
+    require(has_room, "max_step_tokens", f"must be at least --max-sequences, {sequences}")
     require(options.device >= 0, "device", "must not be negative")
     require(0 < options.memory_fraction <= 1, "memory_fraction", "must be above 0 and at most 1")
     step_us = options.simulated_step_us

@@ -18,7 +18,7 @@ from engine.config.rope import RopeSpec
 from engine.cuda.device import Stream
 from engine.cuda.gemm import WORKSPACE_BYTES
 from engine.cuda.memory import Arena, Layout
-from engine.interface import PAGE_SIZE
+from engine.interface import PAGE_SIZE, pages_for
 from kernels.attention_decode import DecodePlan, DecodeShape, DecodeWorkspace, max_splits, min_split_pages
 from kernels.attention_prefill import PrefillVariant, pick_variant
 from kernels.device import DeviceLimits
@@ -120,7 +120,7 @@ class BufferSizes:
     @property
     def table_width(self) -> int:
         """Entries of a block table."""
-        return -(-self.positions // PAGE_SIZE)
+        return pages_for(self.positions)
 
 
 class BufferPlan:

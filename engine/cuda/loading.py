@@ -23,12 +23,12 @@ from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
 from engine.cuda.features import require_supported
 from engine.cuda.gemm import GemmPlanner
 from engine.cuda.ledger import Ledger
-from engine.cuda.memory import Arena, Layout, MemoryPlan, memory_budget, plan_memory
+from engine.cuda.memory import Arena, Layout, memory_budget
 from engine.cuda.program import Parts
 from engine.cuda.programs import Programs, product_keys
 from engine.cuda.regions import Region
 from engine.cuda.sampling import results_region
-from engine.cuda.settings import CudaSettings
+from engine.cuda.settings import SUITED_SIZES, CudaSettings
 from engine.cuda.slot_state import SlotControl
 from engine.cuda.staging import Stager
 from engine.cuda.step import Collector, Flights
@@ -36,7 +36,8 @@ from engine.cuda.weight_loading import LoadReport, load_weights
 from engine.cuda.weights import device_weights, reserve_weights, weights_in
 from engine.errors import ModelError
 from engine.interface import EngineCapacity, EngineError, EngineInfo, Progress
-from engine.options import EngineOptions
+from engine.memory_plan import MemoryPlan, fit_pages
+from engine.options import EngineOptions, StepSizes
 from engine.plan_check import PlanLimits
 from kernels.compiler import nvrtc_version
 from kernels.errors import KernelError
@@ -88,7 +89,8 @@ class _Loading:
         self._seconds: dict[str, float] = {}
         self._compiled = 0.0
         """Share of the kernels that is compiled; written by the thread that does it."""
-        self._widths, self._sizes = _buckets(options, settings)
+        self._step = options.sizes(SUITED_SIZES)
+        self._widths, self._sizes = _buckets(self._step, settings)
 
     def run(self) -> CudaEngine:
         with self._timed("total"), ThreadPoolExecutor(1, "kernels") as pool:
@@ -138,7 +140,7 @@ class _Loading:
         options = self._options
         sizes = BufferSizes(
             rows=max(self._sizes[-1], self._widths[-1]),
-            slots=options.max_sequences,
+            slots=self._step.max_sequences,
             width=self._widths[-1],
             positions=options.max_sequence_length or self._config.max_sequence_length,
             residual=self._settings.residual,
@@ -157,8 +159,13 @@ class _Loading:
         budget = memory_budget(
             self._device.total_bytes, self._device.free_bytes(), self._options.memory_fraction
         )
-        length = self._config.max_sequence_length
-        memory = plan_memory(fixed, plan.page_bytes(), self._options, length, budget)
+        memory = fit_pages(
+            fixed,
+            plan.page_bytes(),
+            self._options,
+            model_length=self._config.max_sequence_length,
+            budget=budget,
+        )
         plan.reserve_pages(layout, memory.pages)
         return layout, memory
 
@@ -232,12 +239,13 @@ class _Loading:
 
     def _capacity(self, memory: MemoryPlan) -> EngineCapacity:
         return EngineCapacity(
-            slots=self._options.max_sequences,
+            slots=self._step.max_sequences,
             pages=memory.pages,
             max_sequence_length=memory.max_sequence_length,
-            max_step_tokens=self._options.max_step_tokens,
+            max_step_tokens=self._step.max_step_tokens,
             pipeline_depth=PIPELINE_DEPTH,
             prefix_cacheable=not self._config.has_recurrent_state,
+            prefill_tokens_beside_decodes=self._step.prefill_tokens_beside_decodes,
         )
 
     def _limits(self, capacity: EngineCapacity, plan: BufferPlan) -> PlanLimits:
@@ -290,12 +298,12 @@ class _Loading:
             self._progress(stage, start + (end - start) * share)
 
 
-def _buckets(options: EngineOptions, settings: CudaSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _buckets(step: StepSizes, settings: CudaSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode widths, prefill sizes). Raises ModelError for more sequences than a step can hold."""
-    if options.max_sequences > MOST_WIDTH:
-        raise ModelError(f"max_sequences {options.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
-    widths = settings.decode_widths or decode_widths(options.max_sequences)
-    return widths, settings.prefill_sizes or prefill_sizes(options.max_step_tokens)
+    if step.max_sequences > MOST_WIDTH:
+        raise ModelError(f"max_sequences {step.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
+    widths = settings.decode_widths or decode_widths(step.max_sequences)
+    return widths, settings.prefill_sizes or prefill_sizes(step.max_step_tokens)
 
 
 def _pages_as_scratch(arena: Arena, plan: BufferPlan) -> Tensor | None:

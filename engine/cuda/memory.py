@@ -1,33 +1,20 @@
-"""What device memory is spent on: planned before a byte is allocated, then one arena that is never resized.
+"""Device memory is one arena: laid out before a byte is allocated, and never resized.
 
-Parts reserve named tensors in a Layout; plan_memory fits KV pages into what is left; Arena backs the layout
-with one allocation and hands the tensors out. Only Arena.allocate needs a GPU.
+Parts reserve named tensors in a Layout; Arena backs the layout with one allocation and hands the tensors out.
+Only Arena.allocate needs a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
 
-from engine.errors import ModelError
-from engine.interface import PAGE_SIZE
-from engine.options import EngineOptions
+from engine.memory_plan import MemoryBudget
 from kernels.tensor import DType, Tensor
 
 ALIGNMENT = 256
 """Bytes; of every tensor in an arena: whole sectors, and more than any kernel or GEMM asks for."""
-
-ADVICE = {
-    "weights": "take a smaller model or one of fewer bits",
-    "activations": "lower max_step_tokens",
-    "logits": "lower max_sequences",
-    "slot_state": "lower max_sequences or max_sequence_length",
-    "recurrent_state": "lower max_sequences",
-    "kv_pages": "lower kv_pages, max_sequences or max_sequence_length",
-}
-"""What to change for a part to shrink, for those parts where anything can be done."""
 
 
 class Allocator(Protocol):
@@ -111,99 +98,15 @@ class Arena:
             self._tensors.clear()
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
-    """Sizes that follow from the model, the options and the memory there is."""
+def memory_budget(total: int, free: int, fraction: float) -> MemoryBudget:
+    """What this process may take: a share of the whole device, less what is held already.
 
-    pages: int
-    max_sequence_length: int
-    bytes_by_purpose: dict[str, int]
-    """Fixed parts in order, then "kv_pages"."""
-    budget: int
-    shortened: str | None = None
-    """Why the longest sequence is shorter than was asked for, if memory is the reason."""
-
-
-def memory_budget(total: int, free: int, fraction: float) -> int:
-    """Bytes this process may take: a share of the whole device, less what is held already.
-
-    total, free: of the device, with the context created and nothing else of ours allocated.
+    total, free: bytes of the device, with the context created and nothing else of ours allocated.
     """
-    return max(0, int(total * fraction) - (total - free))
-
-
-def plan_memory(
-    fixed: Mapping[str, int], page_bytes: int, options: EngineOptions, model_length: int, budget: int
-) -> MemoryPlan:
-    """Fits KV pages into what `budget` leaves beside the fixed parts.
-
-    fixed         bytes by part, as Layout.bytes_by_part() has them and more (workspace, reserve)
-    page_bytes    of one page over all layers, K and V
-    model_length  positions the model was made for
-
-    Without options.kv_pages all that is left becomes pages. Raises ModelError that says what each part
-    costs and what to lower.
-    """
-    longest = _wanted_length(options, model_length)
-    affordable = (budget - sum(fixed.values())) // max(1, page_bytes)
-    required = options.kv_pages
-    if required is None:
-        required = 1 if options.max_sequence_length is None else pages_for(longest)
-    if affordable < required:
-        raise ModelError(_does_not_fit(fixed, page_bytes, required, budget, options))
-    pages = affordable if options.kv_pages is None else options.kv_pages
-    if options.max_sequence_length is not None and pages_for(longest) > pages:
-        raise ModelError(
-            f"{pages} KV pages hold {pages * PAGE_SIZE} tokens, less than one sequence of the requested "
-            f"{longest}: raise kv_pages or lower max_sequence_length."
-        )
-    held = pages * PAGE_SIZE
-    shortened = None
-    if held < longest:
-        shortened = f"longest sequence cut from {longest} to {held} tokens by the KV pages"
-    return MemoryPlan(
-        pages=pages,
-        max_sequence_length=min(longest, held),
-        bytes_by_purpose={**fixed, "kv_pages": pages * page_bytes},
-        budget=budget,
-        shortened=shortened,
-    )
-
-
-def pages_for(tokens: int) -> int:
-    """Pages that hold so many tokens."""
-    return -(-tokens // PAGE_SIZE)
-
-
-def _wanted_length(options: EngineOptions, model_length: int) -> int:
-    if options.max_sequence_length is None:
-        return model_length
-    if not 1 <= options.max_sequence_length <= model_length:
-        raise ModelError(
-            f"max_sequence_length {options.max_sequence_length} is not in 1 … {model_length}, "
-            "which the model was made for."
-        )
-    return options.max_sequence_length
-
-
-def _does_not_fit(
-    fixed: Mapping[str, int], page_bytes: int, pages: int, budget: int, options: EngineOptions
-) -> str:
-    parts = {**fixed, "kv_pages": pages * page_bytes}
-    costs = ", ".join(f"{name.replace('_', ' ')} {_size(size)}" for name, size in parts.items())
-    largest = sorted(parts, key=lambda name: -parts[name])
-    advice = dict.fromkeys(ADVICE[name] for name in largest if name in ADVICE and parts[name])
-    return (
-        f"The model does not fit into {_size(budget)} of device memory (memory_fraction "
-        f"{options.memory_fraction}, less what others hold): {costs}, {_size(sum(parts.values()))} in all. "
-        f"To make it fit, largest part first: {'; '.join(advice) or 'raise memory_fraction'}."
-    )
+    size = max(0, int(total * fraction) - (total - free))
+    return MemoryBudget(size, "device memory, less what others hold")
 
 
 def aligned(size: int) -> int:
     """The next multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _size(size: int) -> str:
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

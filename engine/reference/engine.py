@@ -20,16 +20,17 @@ from engine.interface import (
     StepPlan,
     StepResult,
 )
-from engine.options import EngineOptions
+from engine.memory_plan import MemoryPlan
+from engine.options import EngineOptions, StepSizes
 from engine.plan_check import PlanLimits, check_plan
-from engine.reference.memory import MemoryPlan, parameter_count, plan_memory
+from engine.reference.memory import parameter_count, plan_memory
 from engine.reference.model import ReferenceModel
 from engine.reference.slots import Slots
 from engine.reference.step import Step
 from engine.reference.threads import BlasThreads
 
-PREFILL_TOKENS_BESIDE_DECODES = 32
-"""Costs about as much as a decode step of a few rows, which is bound by reading the weights."""
+SUITED_SIZES = StepSizes(max_sequences=16, max_step_tokens=2048, prefill_tokens_beside_decodes=32)
+"""32 rows of a prompt cost about as much as a decode step of a few, which is bound by reading the weights."""
 
 
 class ReferenceEngine(Engine):
@@ -47,20 +48,21 @@ class ReferenceEngine(Engine):
     ) -> None:
         """Loads the weights; the checkpoint may be closed afterwards. Raises ModelError."""
         config = checkpoint.config
-        memory = plan_memory(config, options)
+        sizes = options.sizes(SUITED_SIZES)
+        memory = plan_memory(config, options, sizes)
         self._threads = BlasThreads(options.threads)
         self._model: ReferenceModel | None = ReferenceModel(
-            checkpoint, pages=memory.pages, slots=options.max_sequences, progress=progress
+            checkpoint, pages=memory.pages, slots=sizes.max_sequences, progress=progress
         )
-        self._slots = Slots(options.max_sequences, memory.max_sequence_length, config.vocab_size)
+        self._slots = Slots(sizes.max_sequences, memory.max_sequence_length, config.vocab_size)
         self.capacity = EngineCapacity(
-            slots=options.max_sequences,
+            slots=sizes.max_sequences,
             pages=memory.pages,
             max_sequence_length=memory.max_sequence_length,
-            max_step_tokens=options.max_step_tokens,
+            max_step_tokens=sizes.max_step_tokens,
             pipeline_depth=1,
             prefix_cacheable=not config.has_recurrent_state,
-            prefill_tokens_beside_decodes=PREFILL_TOKENS_BESIDE_DECODES,
+            prefill_tokens_beside_decodes=sizes.prefill_tokens_beside_decodes,
         )
         self._limits = PlanLimits(self.capacity, config.vocab_size)
         self.info = _describe(self._model, memory, self._threads)

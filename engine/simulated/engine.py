@@ -21,7 +21,7 @@ from engine.interface import (
     StepResult,
     pages_for,
 )
-from engine.options import EngineOptions
+from engine.options import EngineOptions, StepSizes
 from engine.simulated.ledger import Ledger
 from engine.simulated.options import SimulatedOptions
 from engine.simulated.tokens import (
@@ -37,6 +37,8 @@ from engine.simulated.tokens import (
 )
 from engine.simulated.vocabulary import read_vocabulary
 
+SUITED_SIZES = StepSizes(max_sequences=64, max_step_tokens=2048)
+"""A load test is not to wait for slots; prompts cost it next to nothing, so they need no bound."""
 _PIPELINE_DEPTH = 2
 
 
@@ -119,12 +121,13 @@ class SimulatedEngine(Engine):
         progress("reading the vocabulary", 0.0)
         vocabulary = read_vocabulary(options.model)
         length = options.max_sequence_length or vocabulary.max_sequence_length
+        sizes = options.sizes(SUITED_SIZES)
         engine = cls(
             SimulatedOptions(
-                slots=options.max_sequences,
-                pages=options.kv_pages or options.max_sequences * pages_for(length),
+                slots=sizes.max_sequences,
+                pages=options.kv_pages or sizes.max_sequences * pages_for(length),
                 max_sequence_length=length,
-                max_step_tokens=max(options.max_step_tokens, options.max_sequences),
+                max_step_tokens=sizes.max_step_tokens,
                 pipeline_depth=_PIPELINE_DEPTH,
                 vocab_size=vocabulary.size,
                 token_ids=vocabulary.ordinary_ids,

@@ -36,6 +36,7 @@ from engine.interface import (
     SlotStart,
     StepHandle,
     StepPlan,
+    pages_for,
 )
 from engine.options import EngineOptions
 from kernels.tensor import DType
@@ -66,7 +67,7 @@ class Streams:
         self._engine = engine
         self._slots = tuple(range(count))
         self._position = context
-        self._pages_each = -(-length // PAGE_SIZE)
+        self._pages_each = pages_for(length)
         self._under_way: deque[StepHandle] = deque()
         self.tokens = 0
         self.idle_us: list[float] = []
@@ -76,9 +77,7 @@ class Streams:
         last = random.integers(3, vocab, (count, 1)).astype(np.int32)
         none = np.zeros(0, np.int32)
         starts = tuple(SlotStart(slot, sampling, none, none) for slot in self._slots)
-        pages = tuple(
-            self._page(slot, index) for slot in self._slots for index in range(-(-context // PAGE_SIZE))
-        )
+        pages = tuple(self._page(slot, index) for slot in self._slots for index in range(pages_for(context)))
         chunks = tuple(PrefillChunk(slot, last[slot], context - 1, True) for slot in self._slots)
         for first in range(0, count, 16):
             part = slice(first, first + 16)
@@ -183,7 +182,7 @@ def measure(bench: Bench, model: str, folder: Path) -> None:
 
 
 def load(folder: Path, settings: CudaSettings, step_tokens: int = CHUNK) -> CudaEngine:
-    pages = 64 * -(-LONGEST // PAGE_SIZE)
+    pages = 64 * pages_for(LONGEST)
     options = EngineOptions(
         folder, max_sequences=64, max_step_tokens=step_tokens, kv_pages=pages, max_sequence_length=LONGEST
     )
@@ -270,7 +269,7 @@ def _prompts(engine: CudaEngine, count: int) -> np.ndarray:
 
 def _prompt_plan(prompts: np.ndarray, slots: Sequence[int]) -> StepPlan:
     """Whole prompts of CHUNK tokens into slots."""
-    each = CHUNK // PAGE_SIZE
+    each = pages_for(CHUNK)
     return StepPlan(
         2,
         starts=tuple(SlotStart(slot, GREEDY, prompts[slot], prompts[slot][:0]) for slot in slots),

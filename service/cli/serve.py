@@ -28,7 +28,7 @@ Examples:
 
   slipstream serve --model smollm2-135m-instruct
 
-  slipstream serve --model Qwen/Qwen3-8B --host 0.0.0.0 --fronts 4 --max-sequences 64
+  slipstream serve --model Qwen/Qwen3-8B --host 0.0.0.0 --fronts 4
 
   slipstream serve --config server.toml --show-config
 

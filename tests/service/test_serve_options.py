@@ -69,6 +69,7 @@ def test_a_kubernetes_service_link_is_no_port() -> None:
         ({"kv_pages": 10**11}, {}, ["--kv-pages", "at most 16777216"]),
         ({"simulated_step_us": math.inf}, {}, ["--simulated-step-us", "finite"]),
         ({"served_name": "a\nb"}, {}, ["--served-name", "printable"]),
+        ({"max_sequences": 8, "max_step_tokens": 7}, {}, ["--max-step-tokens", "--max-sequences, 8"]),
         ({"port": 70000}, {}, ["--port", "65535"]),
         ({"port": 5, "metrics_port": 5}, {}, ["--metrics-port", "--port"]),
         ({"memory_fraction": 1.5}, {}, ["--memory-fraction"]),

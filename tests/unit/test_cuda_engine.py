@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ pytest.importorskip("cuda.bindings")
 pytest.importorskip("nvmath")
 
 from engine.cuda import loading, staging
+from engine.cuda.settings import SUITED_SIZES
 from engine.interface import Sampling
+from engine.options import EngineOptions
 from tests.cuda_scenarios import (
     FAMILIES,
     SCENARIOS,
@@ -60,6 +63,19 @@ def test_the_smallest_engine(tmp_path: Path, load_twin: Load) -> None:
     assert len(found.prompt_logprobs[0]) == 49
     found.decode(10, 0)
     assert len(found.tokens[0]) == 11
+
+
+def test_sizes_that_suit_the_engine(tmp_path: Path, load_twin: Load) -> None:
+    suited = SUITED_SIZES
+    engine = load_twin(EngineOptions(checkpoint(tmp_path), kv_pages=64), replace(SETTINGS, capture=False))  # type: ignore[call-arg]
+    capacity = engine.capacity
+    assert (capacity.slots, capacity.max_step_tokens) == (suited.max_sequences, suited.max_step_tokens)
+    assert capacity.prefill_tokens_beside_decodes == suited.prefill_tokens_beside_decodes
+    driver = Driver(engine)
+    driver.start(capacity.slots - 1, prompt(9))
+    driver.prefill(capacity.slots - 1)
+    driver.decode(2)
+    assert len(driver.tokens[capacity.slots - 1]) == 3
 
 
 def test_long_histories_arrive_in_several_batches(
