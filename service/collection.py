@@ -13,8 +13,8 @@ from service.control_channel import CollectMetrics, FrontMetrics
 from service.metrics import ProcessMetrics
 from worker.client import METRICS_PREFIX, PAGE_SIZE, MetricData, Status, WorkerReport, WorkerState
 
-# A front that is too busy to answer by then is shown as it last was.
 TIMEOUT_S = 1.0
+"""A front that is too busy to answer by then is shown as it last was."""
 
 
 @dataclass(slots=True)

@@ -24,9 +24,9 @@ from worker.client import spawn_process
 
 log = structlog.get_logger(__name__)
 
-# A front that dies so often within so long has a defect that starting it again does not cure.
 MAX_DEATHS = 5
 DEATHS_WINDOW_S = 30.0
+"""A front that dies so often within so long has a defect that starting it again does not cure."""
 RESTART_DELAY_S = 0.1
 
 

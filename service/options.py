@@ -303,7 +303,6 @@ def _noun(kind: Any) -> str:
     return {int: "a whole number", float: "a number", str: "a text", Path: "a path"}.get(kind, str(kind))
 
 
-# Beyond these a number is a slip, and would take the machine's memory or its processes before it failed.
 _MOST = {
     "workers": 256,
     "fronts": 256,
@@ -315,6 +314,7 @@ _MOST = {
     "threads": 4096,
     "prefill_tokens_beside_decodes": 2**20,
 }
+"""Beyond these a number is a slip, and would take the machine's memory or its processes before it failed."""
 _MOST_NAME_CHARACTERS = 256
 
 

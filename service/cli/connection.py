@@ -25,8 +25,8 @@ _GROUP = "Connection"
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-# A long answer with log-probabilities can pass gRPC's default of 4 MB.
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+"""A long answer with log-probabilities can pass gRPC's default of 4 MB."""
 
 
 @dataclass(frozen=True, slots=True)

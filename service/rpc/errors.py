@@ -26,11 +26,11 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 DETAILS_KEY = "grpc-status-details-bin"
 
-# Clients drop a call whose trailers pass 8 KiB (gRPC's default for metadata), and then see a different
-# error. So what we say about bad input stays below, whatever the input was: the message once as text and
-# once in the details, which travel in base64. In bytes on the wire, where each byte of a character beyond
-# ASCII takes three.
 MAX_MESSAGE_BYTES = 1000
+"""What we say of bad input stays below these limits, whatever the input was: clients drop a call whose
+trailers pass 8 KiB (gRPC's default for metadata), and then see a different error. The message travels once as
+text and once in the details, in base64. In bytes on the wire, where each byte of a character beyond ASCII
+takes three."""
 MAX_FIELD_BYTES = 200
 MAX_DESCRIPTION_BYTES = 400
 MAX_VIOLATIONS_BYTES = 2000

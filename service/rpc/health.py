@@ -20,11 +20,11 @@ from service.rpc.errors import Context, RpcError, invalid_field, quote
 _Response: TypeAlias = health_pb2.HealthCheckResponse
 _Status: TypeAlias = int
 
-# Changes kept for one watcher that reads slowly; the oldest go first.
 MAX_PENDING_CHANGES = 64
+"""Changes kept for one watcher that reads slowly; the oldest go first."""
 
-# A watcher's request stays in memory while it watches, and it needs no token: no service has so long a name.
 MAX_NAME_CHARACTERS = 1024
+"""A watcher's request stays in memory, and anybody may watch: no service has so long a name."""
 
 
 class _Watcher:

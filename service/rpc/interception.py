@@ -17,9 +17,9 @@ from google.protobuf.message import DecodeError
 from service.front_instruments import FrontInstruments
 from service.rpc.errors import Context, RpcError, StatusOnError, retry_later
 
-# gRPC holds a request, as bytes and as a message, until its call is over, however long that runs. So large
-# requests under way share a limit; small ones pass always: status and health answer at any time.
 MAX_HELD_BYTES = 512 * 2**20
+"""gRPC holds a request, as bytes and as a message, until its call is over, however long that runs. So large
+requests under way share a limit; small ones pass always: status and health answer at any time."""
 SMALL_BYTES = 4096
 HELD_RETRY_S = 1.0
 DEADLINE_ROUNDING_S = 0.02

@@ -16,16 +16,16 @@ from service.rpc.structs import struct_to_dict
 from service.rpc.violations import Violations
 from service.text import ChatTemplateError, TextTokenizer
 
-# A text may shrink before it is cut into tokens (Unicode composition: at most 3 to 1), so that a text is
-# only refused unread when it could not fit even so.
 NORMALIZATION_MARGIN = 4
+"""A text may shrink before it is cut into tokens (Unicode composition: at most 3 to 1), so that a text is
+only refused unread when it could not fit even so."""
 
-# A text of more characters than so many per token that fits is first read in part: where that part alone is
-# twice too long, the rest need not be tokenized to know it. (Twice, since a cut word may have more tokens.)
 CHARACTERS_PER_TOKEN = 16
+"""A text of more characters than so many per token that fits is first read in part: where that part alone is
+twice too long, the rest need not be tokenized to know it. (Twice, since a cut word may have more tokens.)"""
 
-# Template variables that a Chat has fields for.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
+"""Template variables that a Chat has fields for."""
 
 
 @dataclass(frozen=True, slots=True)

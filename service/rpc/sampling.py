@@ -35,7 +35,6 @@ RANGES = {
 BIAS_RANGE = Range(-100, 100)
 
 
-# What an unset field means where the model states nothing else.
 PROTOCOL_DEFAULTS = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -43,6 +42,7 @@ PROTOCOL_DEFAULTS = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
+"""What an unset field means where the model states nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

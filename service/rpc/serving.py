@@ -26,14 +26,14 @@ from worker.client import EngineCapacity, EngineInfo, WorkerPool
 
 _Result = TypeVar("_Result")
 
-# Requests above this size are read off the event loop: tokenizing and preparing stop strings run at 1 to
-# 3 MB/s, so that this many bytes stop every other stream for a few milliseconds at most.
 INLINE_BYTES = 4096
+"""Requests above this size are read off the event loop: tokenizing and preparing stop strings run at 1 to 3
+MB/s, so that this many bytes stop every other stream for a few milliseconds at most."""
 
-# Long prompts read at the same time; more would only take cores from the event loop. Those that wait for
-# a thread are held in memory, and so have a limit together.
 READER_THREADS = 2
+"""Long prompts read at the same time; more would only take cores from the event loop."""
 MAX_READING_BYTES = 256 * 2**20
+"""Of prompts that are read by a thread or wait for one: they are held in memory."""
 READING_RETRY_S = 1.0
 
 LOADING_RETRY_S = 1.0

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from service.text import TextTokenizer, hugging_face_files
 
-# What Hugging Face tokenizers are made of; config.json tells the tokenizer's class where nothing else does.
 FILE_NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -24,9 +23,10 @@ FILE_NAMES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+"""What Hugging Face tokenizers are made of; config.json may be the only one to tell the tokenizer's class."""
 
-# A fixed time makes the archive, and so its fingerprint, the same on every server of a model.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+"""A fixed time makes the archive, and so its fingerprint, the same on every server of a model."""
 
 
 @dataclass(frozen=True, slots=True)

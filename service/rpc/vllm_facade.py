@@ -30,11 +30,11 @@ from service.rpc.vllm_encoding import VllmEncoder
 from service.rpc.vllm_requests import rename_fields, to_own_request
 from worker.client import PAGE_SIZE, WorkerView
 
-# Sizes of the messages of GetTokenizer; any client takes 4 MB.
 CHUNK_BYTES = 2**20
+"""Sizes of the messages of GetTokenizer; any client takes 4 MB."""
 
-# Ids in one Abort: more than any gateway has on one server.
 MAX_ABORTED_IDS = 1024
+"""Ids in one Abort: more than any gateway has on one server."""
 
 _PROFILE_HINT = "not supported; slipstream.v1.Control.Profile measures a server's steps"
 

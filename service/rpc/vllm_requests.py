@@ -16,13 +16,13 @@ from service.rpc.violations import Violations
 
 _SEED_MASK = 2**64 - 1
 
-# Our field paths as a caller of the other protocol knows them; the longer ones first.
 _FIELD_NAMES = (
     ("sampling.include_stop", "sampling_params.include_stop_str_in_output"),
     ("sampling.", "sampling_params."),
     ("tokens.ids", "tokenized.input_ids"),
     ("prompt", "input"),
 )
+"""Our field paths as a caller of the other protocol knows them; the longer ones first."""
 
 _UNSUPPORTED_MESSAGES = {
     "mm_inputs": "images and other media are not supported by this server",

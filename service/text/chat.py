@@ -20,7 +20,6 @@ _DEFAULT = "default"
 _TOOL_USE = "tool_use"
 _RESERVED = frozenset(["messages", "tools", "add_generation_prompt"])
 
-# What a template's own code can raise, beside Jinja's errors, on data it did not expect.
 _TEMPLATE_FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -32,6 +31,7 @@ _TEMPLATE_FAULTS = (
     TypeError,
     ValueError,
 )
+"""What a template's own code can raise, beside Jinja's errors, on data it did not expect."""
 
 
 class ChatTemplates:
