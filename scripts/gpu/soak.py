@@ -1,0 +1,234 @@
+"""Thousands of requests over many streams, ended in every way there is: nothing may leak, no token go astray.
+
+    PYTHONPATH=. python scripts/gpu/soak.py --engine cuda --model qwen3-1.7b --out build/soak
+    PYTHONPATH=. python scripts/gpu/soak.py --engine simulated --requests 10000
+    PYTHONPATH=. python scripts/gpu/soak.py --target 127.0.0.1:50051
+
+First every subject (a prompt with its own length and sampling) is asked alone. Then the soak: each whole
+answer must be the one given alone, each answer cut short its beginning. Where rounding depends on how many
+rows share a step (--rounding, taken for the CUDA engine), an answer that differs is decoded again with its
+tokens forced: each must be likeliest but for --noise, or, if it was drawn, among those it was drawn from.
+
+Afterwards nothing may run or hold a page, no worker may have been started anew, and memory be where it was
+after the first tenth. --model: a path or name as for `slipstream serve`, "tiny", or a shape of
+make_random_checkpoint.py. Exit code 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from protos.slipstream.v1.inference_pb2 import GetModelInfoRequest
+from scripts.benchmark.server import serving
+from scripts.gpu.make_random_checkpoint import MODELS, make_random_checkpoint
+from scripts.gpu.soak_requests import Call, make_calls, make_subjects
+from scripts.gpu.soak_resources import Holdings, when_idle
+from scripts.gpu.soak_streams import Received, ask_alone, carry_out, find_fault, follows, why_wrong
+from scripts.make_tiny_checkpoint import make_tiny_checkpoint
+from service.cli.connection import Connection, control, inference
+
+MOST_TOLD = 20
+"""Faults kept word for word."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has come of the calls so far."""
+
+    endings: Counter[str] = field(default_factory=Counter)
+    statuses: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
+    differing: list[tuple[Call, list[int]]] = field(default_factory=list)
+    """To be looked at again, where rounding may explain it."""
+    faults: list[str] = field(default_factory=list)
+
+    def add(self, call: Call, request_id: str, received: Received, rounding: bool) -> None:
+        self.endings[call.ending.value] += 1
+        self.statuses[received.status.name] += 1
+        self.tokens += len(received.tokens)
+        fault = find_fault(call, request_id, received)
+        if fault is None and not follows(call, received):
+            if rounding:
+                self.differing.append((call, received.tokens))
+            else:
+                fault = _first_difference(received.tokens, call.subject.answer)
+        if fault is not None:
+            self.faults.append(f"{request_id}: {fault}")
+
+
+def _first_difference(came: list[int], alone: list[int]) -> str:
+    same = zip(came, alone, strict=False)
+    index = next((i for i, (one, other) in enumerate(same) if one != other), min(len(came), len(alone)))
+    return (
+        f"{len(came)} tokens came, {len(alone)} alone; from {index}: {came[index:][:8]}, {alone[index:][:8]}"
+    )
+
+
+def main() -> int:
+    options = _options()
+    with ExitStack() as stack:
+        connection = Connection(target=options.target) if options.target else _serve(stack, options)
+        report = asyncio.run(soak(connection, options))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "soak.json").write_text(json.dumps(report, indent=1))
+    print(as_table(report))
+    return 1 if report["faults"] else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", help="a running server; otherwise one is started")
+    parser.add_argument("--engine", default="simulated")
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--subjects", type=int, default=200)
+    parser.add_argument("--longest-prompt", type=int, default=1000)
+    parser.add_argument("--most-tokens", type=int, default=160)
+    parser.add_argument("--fronts", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounding", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--noise", type=float, default=0.25, help="nats between equals, with --rounding")
+    parser.add_argument("--rss-growth-mib", type=float, default=64)
+    parser.add_argument("--device-growth-mib", type=float, default=64)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def _serve(stack: ExitStack, options: argparse.Namespace) -> Connection:
+    """A server of its own, with a model made for it if need be."""
+    model = options.model
+    if model == "tiny" or model in MODELS:
+        in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=in_memory)))
+        if model == "tiny":
+            make_tiny_checkpoint(folder)
+        else:
+            make_random_checkpoint(folder, model)
+        model = str(folder)
+    slots = str(options.streams)
+    flags = ("--engine", options.engine, "--max-sequences", slots, "--fronts", str(options.fronts))
+    return stack.enter_context(serving(model, *flags))
+
+
+async def soak(connection: Connection, options: argparse.Namespace) -> dict[str, Any]:
+    """The report, as JSON has it; "faults" is empty if all held."""
+    async with connection.open_async() as channel:
+        stub, metadata = inference(channel), connection.metadata()
+        info = await stub.GetModelInfo(GetModelInfoRequest(), metadata=metadata)
+        rounding = info.engine == "cuda" if options.rounding is None else options.rounding
+        subjects = make_subjects(
+            info, options.subjects, options.seed, options.longest_prompt, options.most_tokens
+        )
+        began = time.perf_counter()
+        for number, subject in enumerate(subjects):
+            await ask_alone(stub, connection, subject, f"alone-{number}")
+        alone_s = time.perf_counter() - began
+        tally = Tally()
+        calls = list(make_calls(subjects, options.requests, options.seed + 1))
+        warm = len(calls) // 10
+        await _run(stub, connection, calls[:warm], options.streams, tally, rounding)
+        before = await when_idle(control(channel), metadata)
+        began = time.perf_counter()
+        await _run(stub, connection, calls[warm:], options.streams, tally, rounding)
+        seconds = time.perf_counter() - began
+        after = await when_idle(control(channel), metadata)
+        await _look_again(stub, connection, tally, options.noise)
+    tally.faults += _leaks(before, after, options)
+    return {
+        "engine": info.engine,
+        "model": info.name,
+        "requests": len(calls),
+        "streams": options.streams,
+        "subjects": len(subjects),
+        "alone_s": round(alone_s, 2),
+        "soak_s": round(seconds, 2),
+        "requests_per_s": round((len(calls) - warm) / seconds, 1),
+        "tokens": tally.tokens,
+        "endings": dict(tally.endings),
+        "statuses": dict(tally.statuses),
+        "differing_by_rounding": len(tally.differing),
+        "before": asdict(before),
+        "after": asdict(after),
+        "faults": len(tally.faults),
+        "first_faults": tally.faults[:MOST_TOLD],
+    }
+
+
+async def _run(
+    stub: Any, connection: Connection, calls: list[Call], streams: int, tally: Tally, rounding: bool
+) -> None:
+    """`streams` clients that take one call after the other."""
+    waiting: Iterator[Call] = iter(calls)
+
+    async def client() -> None:
+        for call in waiting:
+            request_id = f"soak-{call.number}"
+            tally.add(call, request_id, await carry_out(stub, connection, call, request_id), rounding)
+
+    await asyncio.gather(*(client() for _ in range(streams)))
+
+
+async def _look_again(stub: Any, connection: Connection, tally: Tally, noise: float) -> None:
+    """Each answer that differs from the one given alone, once; equal ones share the verdict."""
+    verdicts: dict[tuple[int, tuple[int, ...]], str | None] = {}
+    for call, tokens in tally.differing:
+        key = (id(call.subject), tuple(tokens))
+        if key not in verdicts:
+            verdicts[key] = await why_wrong(stub, connection, call.subject, tokens, noise)
+        if (reason := verdicts[key]) is not None:
+            tally.faults.append(f"soak-{call.number}: {reason}")
+
+
+def _leaks(before: Holdings, after: Holdings, options: argparse.Namespace) -> list[str]:
+    faults = []
+    if not after.is_idle:
+        faults.append(f"not idle at the end: {after}")
+    if after.restarts:
+        faults.append(f"workers were started anew {after.restarts} times")
+    for what, most in (("rss_mib", options.rss_growth_mib), ("device_mib", options.device_growth_mib)):
+        first, last = getattr(before, what), getattr(after, what)
+        if first is not None and last is not None and last - first > most:
+            faults.append(f"{what} grew from {first} to {last}")
+    return faults
+
+
+def as_table(report: dict[str, Any]) -> str:
+    """Markdown."""
+    rows = [
+        ("engine, model", f"{report['engine']}, {report['model']}"),
+        ("requests, streams, subjects", "{requests:,}, {streams}, {subjects}".format(**report)),
+        ("requests/s, tokens in all", "{requests_per_s}, {tokens:,}".format(**report)),
+        ("endings", ", ".join(f"{count:,} {name}" for name, count in sorted(report["endings"].items()))),
+        ("statuses", ", ".join(f"{count:,} {name}" for name, count in sorted(report["statuses"].items()))),
+        ("answers that differ by rounding alone", f"{report['differing_by_rounding']:,}"),
+    ]
+    for name, label in (
+        ("pages_in_use", "pages in use"),
+        ("rss_mib", "RSS, MiB"),
+        ("device_mib", "GPU, MiB"),
+    ):
+        rows.append(
+            (f"{label}: after a tenth, at the end", f"{report['before'][name]}, {report['after'][name]}")
+        )
+    rows.append(("faults", f"{report['faults']:,}"))
+    lines = ["| soak | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows)]
+    return "\n".join([*lines, *report["first_faults"]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
