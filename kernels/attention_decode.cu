@@ -64,14 +64,13 @@ __global__ void __launch_bounds__(1024)
 // to the partial results. The plan, the block table and all keys but the newest are read while the launch right
 // before still runs, so that must not be one that writes them. Grid: any number of blocks. Dynamic shared
 // memory: kWarps·kStages stages, two tiles of queries, the merge's rows.
-template <int kHeadDim, int kKeys, int kWarps, int kStages, bool kSoftcap>
+template <int kHeadDim, int kKeys, int kWarps, int kStages>
 __global__ void __launch_bounds__(kWarps * 32, 1)
     attention_decode(const bf16* __restrict__ query, const bf16* __restrict__ k_pages,
                      const bf16* __restrict__ v_pages, const int32* __restrict__ block_table,
                      const Split* __restrict__ splits, const int32* __restrict__ n_splits,
                      float* __restrict__ partial_out, float2* __restrict__ partial_totals,
-                     bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads, int32 table_width, float scale,
-                     float softcap) {
+                     bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads, int32 table_width, float scale) {
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
     __shared__ float2 warp_totals[kWarps * kGroupMax];
     constexpr int kStageBytes = 2 * kKeys * kHeadDim * 2;
@@ -136,12 +135,12 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
             stream.load(k_pages, v_pages, ring + write_stage * kStageBytes, lane);
             copy_async_commit();
             stream.advance(warp);
-            attend_tile<kHeadDim, kKeys, kSoftcap>(acc, lane_queries, ring + read_stage * kStageBytes, key,
-                                                   split.window_begin, split.key_end, scale, softcap, lane);
+            attend_tile<kHeadDim, kKeys>(acc, lane_queries, ring + read_stage * kStageBytes, key,
+                                         split.window_begin, split.key_end, scale, lane);
             write_stage = write_stage + 1 == kStages ? 0 : write_stage + 1;
             read_stage = read_stage + 1 == kStages ? 0 : read_stage + 1;
         }
-        merge.put(acc, score_unit<kSoftcap>(scale), warp, lane);
+        merge.put(acc, scale * kLog2E, warp, lane);
         parity ^= 1;
         if (next < n_items) fetch.finish(queries + parity * query_bytes, group);
         __syncthreads();

@@ -33,9 +33,9 @@ class DecodeVariant:
     stages: int
     when: str
 
-    def expression(self, softcap: bool) -> str:
-        shape = f"{self.head_dim}, {self.keys}, {self.warps}, {self.stages}"
-        return f"attention_decode<{shape}, {str(softcap).lower()}>"
+    @property
+    def expression(self) -> str:
+        return f"attention_decode<{self.head_dim}, {self.keys}, {self.warps}, {self.stages}>"
 
     def shared_bytes(self, group: int) -> int:
         """Dynamic shared memory: the warps' stages, two tiles of queries, the rows of the merge."""
@@ -61,7 +61,7 @@ VARIANTS = (
 
 UNITS = (
     CompileUnit(SOURCE, ("plan_decode", "merge_splits")),
-    *(CompileUnit(SOURCE, (v.expression(False), v.expression(True))) for v in VARIANTS),
+    *(CompileUnit(SOURCE, (v.expression,)) for v in VARIANTS),
 )
 
 
@@ -188,10 +188,9 @@ def attention_decode(
     out: Tensor,
     splits: int,
     scale: float,
-    softcap: float | None = None,
     variant: DecodeVariant | None = None,
 ) -> list[Launch]:
-    """The launches of softmax(softcap(scale · q·k)) · v; rows without an active slot become zeros.
+    """The launches of softmax(scale · q·k) · v; rows without an active slot become zeros.
 
     query, out       bf16 [rows, n_heads, head_dim], head_dim 64, 128 or 256, n_heads / n_kv_heads ≤ 16
     k_pages, v_pages bf16 [pages, n_kv_heads, 64, head_dim]; the row's own key is in them already
@@ -224,15 +223,12 @@ def attention_decode(
     group = n_heads // n_kv_heads
     variant = variant or pick_variant(limits, head_dim, group)
     shared_bytes = variant.shared_bytes(group)
-    kernel = library.kernel(
-        SOURCE, variant.expression(softcap is not None), dynamic_shared_bytes=shared_bytes
-    )
+    kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     resident = library.blocks_per_multiprocessor(kernel, variant.warps * 32, shared_bytes)
     blocks = min(limits.multiprocessors * max(1, resident), rows * n_kv_heads * splits)
     arguments = (
         query, k_pages, v_pages, block_table, plan.splits, plan.n_splits, workspace.partial_out,
         workspace.partial_totals, out, i32(n_heads), i32(n_kv_heads), i32(block_table.shape[1]), f32(scale),
-        f32(softcap or 0.0),
     )  # fmt: skip
     merge = library.kernel(SOURCE, "merge_splits")
     merge_arguments = (

@@ -88,14 +88,14 @@ __device__ __forceinline__ void hide_unseen(float (&scores)[kPairs][4], const Qu
 
 // query, out: bf16 [rows, n_heads, kHeadDim]; k_pages, v_pages: bf16 [pages, n_kv_heads, 64, kHeadDim];
 // block_table: int32 [slots, table_width]; tiles: int32 [·, 8], n_tiles: int32 [1]; window: keys a row sees, 0
-// for all; softcap: 0 for none. Rows of out that no tile covers are not written. Grid (n_kv_heads, most tiles).
-template <int kHeadDim, int kWarps, int kTilesM, int kKeys, int kMinBlocks, bool kSoftcap>
+// for all. Rows of out that no tile covers are not written. Grid (n_kv_heads, most tiles).
+template <int kHeadDim, int kWarps, int kTilesM, int kKeys, int kMinBlocks>
 __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
     attention_prefill(const bf16* __restrict__ query, const bf16* __restrict__ k_pages,
                       const bf16* __restrict__ v_pages, const int32* __restrict__ block_table,
                       const QueryTile* __restrict__ tiles, const int32* __restrict__ n_tiles,
                       bf16* __restrict__ out, int32 n_heads, int32 n_kv_heads, int32 table_width, int32 window,
-                      float scale, float softcap) {
+                      float scale) {
     using Shape = PrefillShape<kHeadDim, kWarps, kTilesM, kKeys>;
     using Layout = TileLayout<kHeadDim>;
     extern __shared__ __align__(kTileAlignment) unsigned char shared[];
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
                                           ring);
     copy_async_commit();
 
-    const float unit = score_unit<kSoftcap>(scale);
+    const float unit = scale * kLog2E;
     const uint32 lane_queries =
         queries + warp * kTilesM * 16 * Layout::kRowBytes + lane_offset_rows<kHeadDim>(lane);
     const uint32 lane_keys = lane_offset_keys<kHeadDim>(lane);
@@ -161,14 +161,6 @@ __global__ void __launch_bounds__(kWarps * 32, kMinBlocks)
                     mma_bf16(scores[m][2 * n + 1], heads[m], keys[2], keys[3]);
                 }
             }
-        }
-        if constexpr (kSoftcap) {
-#pragma unroll
-            for (int m = 0; m < kTilesM; ++m)
-#pragma unroll
-                for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) scores[m][n][j] = capped<true>(scores[m][n][j], scale, softcap);
         }
         if (key0 + kKeys - 1 > first_position || (window > 0 && key0 <= last_position - window)) {
 #pragma unroll

@@ -30,7 +30,6 @@ class PrefillVariant:
     keys: int
     """Keys per stage; divides the page."""
     min_blocks: int
-    softcap: bool
     when: str
 
     @property
@@ -46,31 +45,27 @@ class PrefillVariant:
     @property
     def expression(self) -> str:
         shape = f"{self.head_dim}, {self.warps}, {self.tiles_m}, {self.keys}, {self.min_blocks}"
-        return f"attention_prefill<{shape}, {str(self.softcap).lower()}>"
+        return f"attention_prefill<{shape}>"
 
 
 VARIANTS = (
-    PrefillVariant(64, 4, 2, 64, 2, False, "always"),
-    PrefillVariant(64, 8, 1, 64, 1, True, "softcap: its tanh leaves no registers for two tiles a warp"),
-    PrefillVariant(128, 4, 2, 64, 2, False, "98 KB of shared memory: every device from 8.0 on"),
-    PrefillVariant(128, 8, 1, 64, 1, True, "softcap"),
-    PrefillVariant(256, 8, 1, 32, 1, False, "128 KB of shared memory"),
-    PrefillVariant(256, 8, 1, 32, 1, True, "128 KB of shared memory, softcap"),
-    PrefillVariant(256, 4, 1, 32, 1, False, "less shared memory"),
-    PrefillVariant(256, 4, 1, 32, 1, True, "less shared memory, softcap"),
+    PrefillVariant(64, 4, 2, 64, 2, "always"),
+    PrefillVariant(128, 4, 2, 64, 2, "98 KB of shared memory: every device from 8.0 on"),
+    PrefillVariant(256, 8, 1, 32, 1, "128 KB of shared memory"),
+    PrefillVariant(256, 4, 1, 32, 1, "less shared memory"),
 )
 
-_SPILLS_A_LITTLE = frozenset({VARIANTS[2].expression})
+_SPILLS_A_LITTLE = frozenset({VARIANTS[1].expression})
 """4 to 16 bytes on sm_80 and sm_100a (none on sm_90a): less than what smaller tiles would cost."""
 
 UNITS = tuple(CompileUnit(SOURCE, (v.expression,), (), _SPILLS_A_LITTLE) for v in VARIANTS)
 
 
-def pick_variant(limits: DeviceLimits, head_dim: int, softcap: bool = False) -> PrefillVariant:
+def pick_variant(limits: DeviceLimits, head_dim: int) -> PrefillVariant:
     """The first variant of this head size that fits. Raises ValueError if there is none."""
     for variant in VARIANTS:
         fits = variant.shared_bytes + 2048 <= limits.shared_bytes_per_block
-        if variant.head_dim == head_dim and variant.softcap == softcap and fits:
+        if variant.head_dim == head_dim and fits:
             return variant
     raise ValueError(
         f"{SOURCE}: no variant for head_dim {head_dim} in {limits.shared_bytes_per_block} B of shared memory"
@@ -118,9 +113,8 @@ def attention_prefill(
     out: Tensor,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> Launch:
-    """Causal softmax(softcap(scale · q·k)) · v of the rows that the tiles cover; other rows are not written.
+    """Causal softmax(scale · q·k) · v of the rows that the tiles cover; other rows are not written.
 
     query, out       bf16 [rows, n_heads, head_dim], head_dim 64, 128 or 256
     k_pages, v_pages bf16 [pages, n_kv_heads, 64, head_dim]; the segments' own keys are in them already
@@ -142,11 +136,11 @@ def attention_prefill(
     expect(SOURCE, "n_tiles", n_tiles, DType.I32, (1,))
     if n_heads % n_kv_heads:
         raise ValueError(f"{SOURCE}: {n_heads} heads cannot share {n_kv_heads} kv heads evenly")
-    variant = pick_variant(limits, head_dim, softcap is not None)
+    variant = pick_variant(limits, head_dim)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=variant.shared_bytes)
     arguments = (
         query, k_pages, v_pages, block_table, tiles, n_tiles, out, i32(n_heads), i32(n_kv_heads),
-        i32(block_table.shape[1]), i32(window or 0), f32(scale), f32(softcap or 0.0),
+        i32(block_table.shape[1]), i32(window or 0), f32(scale),
     )  # fmt: skip
     grid = Dim3(n_kv_heads, tiles.shape[0])
     return Launch(kernel, grid, Dim3(variant.warps * 32), arguments, shared_bytes=variant.shared_bytes)

@@ -29,7 +29,7 @@ INCLUDE_FOLDER = SOURCE_FOLDER / "include"
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 """What every kernel must compile for."""
 
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _BASE_OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
 
 Progress = Callable[[str, int, int], None]
@@ -60,7 +60,6 @@ class KernelResources:
     """ptxas' report on one kernel."""
 
     registers: int
-    stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     static_shared_bytes: int
@@ -252,7 +251,7 @@ def _compile(unit: CompileUnit, arch: str) -> CompiledUnit:
 
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
 
@@ -260,15 +259,15 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 def parse_resource_log(log: str) -> dict[str, KernelResources]:
     """Reads `ptxas -v` output: resources by kernel symbol."""
     found: dict[str, KernelResources] = {}
-    symbol, stack = "", (0, 0, 0)
+    symbol, spilt = "", (0, 0)
     for line in log.splitlines():
         if entry := _ENTRY.search(line):
-            symbol, stack = entry[1], (0, 0, 0)
+            symbol, spilt = entry[1], (0, 0)
         elif spills := _SPILLS.search(line):
-            stack = (int(spills[1]), int(spills[2]), int(spills[3]))
+            spilt = (int(spills[1]), int(spills[2]))
         elif (registers := _REGISTERS.search(line)) and symbol:
             shared = _SHARED.search(line)
-            found[symbol] = KernelResources(int(registers[1]), *stack, int(shared[1]) if shared else 0)
+            found[symbol] = KernelResources(int(registers[1]), *spilt, int(shared[1]) if shared else 0)
     return found
 
 

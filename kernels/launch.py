@@ -122,10 +122,6 @@ class Launch:
             shape = f"grid {tuple(config.grid)}, block {tuple(config.block)}, {config.shared_bytes} B shared"
             raise KernelLaunchError(self.kernel.name, shape, error_text(status))
 
-    def rebind(self, index: int, value: int | float) -> None:
-        """Changes argument `index` (an address or a number) for later calls, not for captured graphs."""
-        self._values[index].value = value
-
 
 i32 = ctypes.c_int32
 f32 = ctypes.c_float

@@ -49,8 +49,6 @@ class AttentionSpec:
     """None: no position information in this layer."""
     window: int | None = None
     """Position i attends to i − window + 1 … i (window keys, itself among them); None: to all before it."""
-    softcap: float | None = None
-    """Scores become softcap · tanh(scores / softcap) before the mask."""
     qk_norm: NormSpec | None = None
     """Per-head RMSNorm with weight [head_dim] on q and on k, before the rotation."""
     v_norm_eps: float | None = None

@@ -273,7 +273,7 @@ def part(tensor: Tensor, rows: int, width: int) -> Tensor:
 
 
 def tile_class(limits: DeviceLimits, mixer: AttentionSpec) -> TileClass:
-    variant = pick_variant(limits, mixer.head_dim, mixer.softcap is not None)
+    variant = pick_variant(limits, mixer.head_dim)
     return TileClass(mixer.n_heads // mixer.n_kv_heads, variant)
 
 

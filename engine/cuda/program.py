@@ -171,7 +171,6 @@ class DecodeRows(_Attention):
             out=self._heads(self._activations.attended, mixer),
             splits=buffers.plan.splits(mixer),
             scale=mixer.scale,
-            softcap=mixer.softcap,
         )
         return [self._rope(layer, mixer, weights, self._row_slot, **places), *attention]
 
@@ -207,7 +206,6 @@ class PrefillRows(_Attention):
             out=self._heads(self._activations.attended, mixer),
             scale=mixer.scale,
             window=mixer.window,
-            softcap=mixer.softcap,
         )
         rope = self._rope(layer, mixer, weights, self._row_slot, row_position=self._row_position)
         return [rope, attention]

@@ -43,17 +43,6 @@ __device__ __forceinline__ uint32 step_address(uint32 lane_address, int row0, in
     return (lane_address ^ (step * 32)) + row0 * TileLayout<kHeadDim>::kRowBytes;
 }
 
-// A score ready for the softmax, which multiplies by score_unit() and takes powers of 2.
-template <bool kSoftcap>
-__device__ __forceinline__ float capped(float product, float scale, float softcap) {
-    return kSoftcap ? softcap * tanhf(product * scale / softcap) : product;
-}
-
-template <bool kSoftcap>
-__device__ __forceinline__ float score_unit(float scale) {
-    return kSoftcap ? kLog2E : scale * kLog2E;
-}
-
 // Running maximum and sum of one query row. `sum` is this lane's part until the row is done.
 struct OnlineSoftmax {
     float maximum = -INFINITY;

@@ -147,10 +147,9 @@ struct QueryFetch {
 };
 
 // Adds the keys key0 … of one stage that lie in key_begin … key_end − 1.
-template <int kHeadDim, int kKeys, bool kSoftcap>
+template <int kHeadDim, int kKeys>
 __device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 lane_queries, uint32 stage,
-                                            int key0, int key_begin, int key_end, float scale, float softcap,
-                                            int lane) {
+                                            int key0, int key_begin, int key_end, float scale, int lane) {
     float scores[kKeys / 8][4] = {};
     float others[kKeys / 8][4] = {};  // odd steps: two chains of products halve the wait for each
     const uint32 lane_keys = stage + lane_offset_keys<kHeadDim>(lane);
@@ -173,10 +172,10 @@ __device__ __forceinline__ void attend_tile(Accumulator<kHeadDim>& acc, uint32 l
         for (int j = 0; j < 4; ++j) {
             const int key = key0 + n * 8 + (lane % 4) * 2 + (j & 1);
             const bool seen = whole || (key >= key_begin && key < key_end);
-            scores[n][j] = seen ? capped<kSoftcap>(scores[n][j] + others[n][j], scale, softcap) : -INFINITY;
+            scores[n][j] = seen ? scores[n][j] + others[n][j] : -INFINITY;
         }
     }
-    weigh(scores, acc.out, acc.rows, score_unit<kSoftcap>(scale));
+    weigh(scores, acc.out, acc.rows, scale * kLog2E);
     const uint32 lane_values = stage + kKeys * kHeadDim * 2 + lane_offset_rows<kHeadDim>(lane);
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {

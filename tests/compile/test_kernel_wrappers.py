@@ -50,10 +50,9 @@ def test_every_head_size_has_a_variant_that_fits(limits: DeviceLimits, head_dim:
     decode = attention_decode.pick_variant(limits, head_dim, group)
     assert decode.head_dim == head_dim
     assert decode.shared_bytes(group) < limits.shared_bytes_per_block
-    for softcap in (False, True):
-        prefill = attention_prefill.pick_variant(limits, head_dim, softcap)
-        assert (prefill.head_dim, prefill.softcap) == (head_dim, softcap)
-        assert prefill.shared_bytes < limits.shared_bytes_per_block
+    prefill = attention_prefill.pick_variant(limits, head_dim)
+    assert prefill.head_dim == head_dim
+    assert prefill.shared_bytes < limits.shared_bytes_per_block
 
 
 def test_sixteen_heads_per_kv_head_need_shared_memory() -> None:

@@ -115,6 +115,6 @@ ptxas info    : Function properties for second
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 20 registers"""
     assert compiler.parse_resource_log(log) == {
-        "first": KernelResources(64, 8, 12, 16, 2048),
-        "second": KernelResources(20, 0, 0, 0, 0),
+        "first": KernelResources(64, 12, 16, 2048),
+        "second": KernelResources(20, 0, 0, 0),
     }

@@ -163,7 +163,6 @@ def attention_reference(
     position: int,
     scale: float,
     window: int | None,
-    softcap: float | None,
 ) -> np.ndarray:
     """One row in float64. query [n_heads, head_dim]; keys, values [context, n_kv_heads, head_dim]."""
     first = 0 if window is None else max(0, position - window + 1)
@@ -172,8 +171,6 @@ def attention_reference(
     group = query.shape[0] // k.shape[1]
     q = query.astype(np.float64).reshape(k.shape[1], group, -1)
     scores = np.einsum("hgd,khd->hgk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * np.tanh(scores / softcap)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     return np.einsum("hgk,khd->hgd", weights, v).reshape(query.shape)

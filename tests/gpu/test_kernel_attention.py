@@ -25,7 +25,6 @@ def run_decode(
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
     variant: decode.DecodeVariant | None = None,
     splits: int | None = None,
     repeat: int = 1,
@@ -60,7 +59,6 @@ def run_decode(
         out=out,
         splits=splits,
         scale=scale,
-        softcap=softcap,
         variant=variant,
     )
     for _ in range(repeat):
@@ -78,16 +76,13 @@ def check_decode(
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> None:
     for row, slot in enumerate(row_slot):
         if slot < 0 or not active[slot]:
             assert (got[row].astype(np.float32) == 0).all(), f"row {row} without an active slot is not zeros"
             continue
         position = case.contexts[slot] - 1
-        want = attention_reference(
-            query[row], case.keys[slot], case.values[slot], position, scale, window, softcap
-        )
+        want = attention_reference(query[row], case.keys[slot], case.values[slot], position, scale, window)
         assert_close(f"row {row}, context {position + 1}", got[row], want, **TOLERANCE)
 
 
@@ -106,12 +101,12 @@ def test_decode(gpu: Gpu, rng: np.random.Generator, head_dim: int, group: int, w
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_decode_softcap_and_scale(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
+def test_decode_scale(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
     case = PagedCase(rng, [500, 77], 1, head_dim)
     row_slot, active = np.array([1, 0], np.int32), np.ones(2, np.int32)
     query = random_bf16(rng, 2, 4, head_dim)
-    got = run_decode(gpu, case, query, row_slot, active, scale=1.0, softcap=5.0)
-    check_decode(case, query, got, row_slot, active, scale=1.0, softcap=5.0)
+    got = run_decode(gpu, case, query, row_slot, active, scale=1.0)
+    check_decode(case, query, got, row_slot, active, scale=1.0)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +152,6 @@ def run_prefill(
     heads: tuple[int, int],
     head_dim: int,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> None:
     """segments: (start, length) each; compares every row, in a buffer with rows to spare."""
     n_heads, n_kv_heads = heads
@@ -169,7 +163,7 @@ def run_prefill(
     rows = sum(lengths)
     query = random_bf16(rng, rows + 5, n_heads, head_dim)
     group = n_heads // n_kv_heads
-    variant = prefill.pick_variant(gpu.limits, head_dim, softcap is not None)
+    variant = prefill.pick_variant(gpu.limits, head_dim)
     tiles = prefill.tile_list([int(s) for s in slots], lengths, starts, group, variant)
     grid = prefill.most_tiles(rows, len(segments), group, variant)
     assert len(tiles) <= grid
@@ -190,7 +184,6 @@ def run_prefill(
             out=out,
             scale=scale,
             window=window,
-            softcap=softcap,
         )
     )
     got = gpu.download(out)
@@ -204,7 +197,7 @@ def run_prefill(
         )
         for i in picked:
             want = attention_reference(
-                query[first + i], case.keys[segment], case.values[segment], start + i, scale, window, softcap
+                query[first + i], case.keys[segment], case.values[segment], start + i, scale, window
             )
             assert_close(f"segment {segment}, row {i}", got[first + i], want, **TOLERANCE)
         assert np.isfinite(got[first : first + length].astype(np.float32)).all()
@@ -225,8 +218,3 @@ def test_prefill_ragged(
 def test_prefill_long(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
     run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim)
     run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim, window=1024)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_prefill_softcap(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
-    run_prefill(gpu, rng, [(0, 300), (77, 90)], (4, 2), head_dim, softcap=2.0)

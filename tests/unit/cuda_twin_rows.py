@@ -177,14 +177,12 @@ def plan_decode(
     array(n_splits, I32, 1)[0] = rows
 
 
-def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, cap: float) -> np.ndarray:
+def attend(q: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> np.ndarray:
     """q [heads, dim], keys and values [n, kv heads, dim]."""
     group = len(q) // keys.shape[1]
     result = np.zeros_like(q)
     for head in range(len(q)):
         scores = keys[:, head // group] @ q[head] * scale
-        if cap:
-            scores = cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         result[head] = weights @ values[:, head // group] / weights.sum()
     return result
@@ -217,7 +215,6 @@ def decode(
     n_kv: int,
     width: int,
     scale: float,
-    cap: float,
 ) -> None:
     dim, rows = int(kinds[0]), int(array(n_splits, I32, 1)[0])
     result = array(out, BF16, rows, n_heads, dim)
@@ -227,7 +224,7 @@ def decode(
             continue
         k, v = (gather(p, block_table, width, slot, begin, end, n_kv, dim) for p in (k_pages, v_pages))
         q = array(query, BF16, rows, n_heads, dim)[row].astype(F32)
-        result[row] = attend(q, k, v, scale, cap)
+        result[row] = attend(q, k, v, scale)
 
 
 def prefill(
@@ -245,7 +242,6 @@ def prefill(
     width: int,
     window: int,
     scale: float,
-    cap: float,
 ) -> None:
     dim = int(kinds[0])
     count = int(array(n_tiles, I32, 1)[0])
@@ -259,4 +255,4 @@ def prefill(
             begin = max(0, end - window) if window else 0
             q = array(query + (first + row) * size, BF16, n_heads, dim).astype(F32)
             result = array(out + (first + row) * size, BF16, n_heads, dim)
-            result[:] = attend(q, k[begin:end], v[begin:end], scale, cap)
+            result[:] = attend(q, k[begin:end], v[begin:end], scale)

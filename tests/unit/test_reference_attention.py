@@ -60,7 +60,6 @@ class Cache:
         *,
         scale: float,
         window: int | None = None,
-        softcap: float | None = None,
     ) -> np.ndarray:
         """The same for one segment, row by row in float64."""
         rows, heads, _ = query.shape
@@ -74,8 +73,6 @@ class Cache:
             for head in range(heads):
                 keys = self.k[page, head // group, place].astype(np.float64)
                 scores = scale * (keys @ query[row, head].astype(np.float64))
-                if softcap is not None:
-                    scores = softcap * np.tanh(scores / softcap)
                 weights = np.exp(scores - scores.max())
                 out[row, head] = weights @ self.v[page, head // group, place] / weights.sum()
         return out
@@ -101,13 +98,6 @@ def test_ragged_segments(heads: int, kv_heads: int, head_dim: int, window: int |
         np.testing.assert_allclose(out[row : row + length], wanted, atol=5e-6, err_msg=f"segment {sequence}")
         row += length
     assert not out[row:].any(), "padding rows are zero"
-
-
-def test_softcap_comes_before_the_mask() -> None:
-    cache = Cache.make(1, 100, 2, 32)
-    query = 10 * queries(100, 4, 32)
-    out = cache.run(query, [0], [100], scale=1.0, softcap=20.0)
-    np.testing.assert_allclose(out, cache.exact(query, 0, 0, scale=1.0, softcap=20.0), atol=2e-5)
 
 
 def test_scores_far_beyond_the_range_of_exp() -> None:

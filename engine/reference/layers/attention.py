@@ -69,7 +69,6 @@ class AttentionMixer:
             batch.starts,
             scale=spec.scale,
             window=spec.window,
-            softcap=spec.softcap,
             columns=self._columns,
         ).reshape(rows, spec.q_dim)
         if spec.output_gate:

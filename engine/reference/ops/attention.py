@@ -15,7 +15,6 @@ import numpy as np
 
 from engine.interface import PAGE_SIZE
 from engine.reference.arrays import FloatArray, IntArray
-from engine.reference.ops.activation import softcap as apply_softcap
 
 MAX_COLUMNS = 256
 """Query rows times heads of a group in one tile."""
@@ -34,7 +33,6 @@ def attention_decode(
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
     columns: Callable[[int], int] = int,
 ) -> FloatArray:
     """One query row per sequence: attention_prefill with segments of one row."""
@@ -48,7 +46,6 @@ def attention_decode(
         positions,
         scale=scale,
         window=window,
-        softcap=softcap,
         columns=columns,
     )
 
@@ -63,10 +60,9 @@ def attention_prefill(
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
     columns: Callable[[int], int] = int,
 ) -> FloatArray:
-    """softmax(softcap(scale · q·k)) · v for ragged segments of query rows.
+    """softmax(scale · q·k) · v for ragged segments of query rows.
 
     query            float32 [rows, n_heads, head_dim], rotated; KV of these rows is already in the pages
     k_pages, v_pages float32 [pages, n_kv_heads, PAGE_SIZE, head_dim]
@@ -94,8 +90,6 @@ def attention_prefill(
             pages = block_tables[segment, first_page : (position + count - 1) // PAGE_SIZE + 1]
             tile = _load_query(query_groups[row : row + count], scale, columns)
             scores = _scores(tile, k_pages, pages)
-            if softcap is not None:
-                apply_softcap(scores, softcap)
             _mask(scores, first_page * PAGE_SIZE, position, count, group, window)
             _store(_weigh(scores, v_pages, pages), out_groups[row : row + count])
             row += count
