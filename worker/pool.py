@@ -74,11 +74,6 @@ class WorkerPool:
         await self._roster.wait_connected()
 
     @property
-    def open_generations(self) -> int:
-        """Requests submitted and not yet closed."""
-        return len(self._generations)
-
-    @property
     def has_room(self) -> bool:
         """Whether some connected worker's queue, as last heard, would admit a request."""
         return any(ready.status is None or ready.status.has_room for ready in self._roster.ready())

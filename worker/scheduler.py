@@ -201,21 +201,6 @@ class Scheduler:
 
     # ---- what is going on
 
-    @property
-    def steps_under_way(self) -> int:
-        """Plans made whose results have not been collected."""
-        return len(self._under_way)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a sequence is running or in line (paused ones do not count) or a step is under way."""
-        return bool(self._under_way) or len(self._registry) > self._n_paused
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no sequence exists, not even a paused one, and no step is under way."""
-        return not self._under_way and len(self._registry) == 0
-
     def next_deadline(self) -> float | None:
         """When the next sequence's time is up, by the clock; None if no sequence has a deadline."""
         return self._registry.next_deadline()

@@ -21,6 +21,8 @@ from engine.config.reader import Section
 from engine.config.rope_reader import read_rope
 
 _DEFAULT_WINDOW = 4096
+_DEFAULT_THETA = {"qwen2_5_vl": 1e6, "qwen2_5_vl_text": 1e6}
+"""By model_type, where config.json gives none; all others have 1e4."""
 
 
 def read_qwen2(config: Section, architecture: str) -> ModelConfig:
@@ -47,7 +49,7 @@ def _read_dense(
         for index in range(n_layers)
     ]
     types = read_layer_types(config, n_layers, default_types, ["full_attention", "sliding_attention"])
-    default_theta = 1e6 if "vl" in config.string("model_type", "") else 1e4
+    default_theta = _DEFAULT_THETA.get(config.string("model_type", ""), 1e4)
     rope = read_rope(config, read_heads(config)[2], default_theta=default_theta)
     dense = read_dense(config)
     layers = [

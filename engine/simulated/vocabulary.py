@@ -40,17 +40,31 @@ def read_vocabulary(model: Path) -> Vocabulary:
 def _from_folder(folder: Path) -> Vocabulary:
     config = read_json_object(folder / "config.json")
     text = config.get("text_config", config)
-    size = text.get("vocab_size")
+    size = text.get("vocab_size") if isinstance(text, dict) else None
     if not isinstance(size, int) or size < 1:
         raise ConfigError(f"{folder / 'config.json'} gives no vocab_size")
-    tokenizer = read_json_object(folder / "tokenizer.json")
-    entries = tokenizer.get("model", {}).get("vocab", {})
-    pairs = entries.items() if isinstance(entries, dict) else ((e[0], i) for i, e in enumerate(entries))
-    added = {token.get("id") for token in tokenizer.get("added_tokens", ())}
-    known = {number: piece for piece, number in pairs if number not in added and number < size}
-    architectures = config.get("architectures") or ["unknown"]
-    length = text.get("max_position_embeddings") or _DEFAULT_LENGTH
-    return _vocabulary(str(architectures[0]), size, int(length), known)
+    known = {number: piece for number, piece in _pieces(folder / "tokenizer.json").items() if number < size}
+    architectures = config.get("architectures")
+    architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else "unknown"
+    length = text.get("max_position_embeddings")
+    is_length = isinstance(length, int) and length > 0
+    return _vocabulary(architecture, size, length if is_length else _DEFAULT_LENGTH, known)
+
+
+def _pieces(file: Path) -> dict[int, str]:
+    """The tokens that the model of a tokenizer.json has, by id, without those that are special."""
+    tokenizer = read_json_object(file)
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens") or []
+    try:
+        vocabulary = model["vocab"]  # type: ignore[index]
+        if isinstance(vocabulary, dict):
+            pieces = {int(number): str(piece) for piece, number in vocabulary.items()}
+        else:
+            pieces = {number: str(piece) for number, (piece, _score) in enumerate(vocabulary)}
+        special = {token["id"] for token in added}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{file} holds no vocabulary of a kind that is known") from error
+    return {number: piece for number, piece in pieces.items() if number not in special}
 
 
 def _from_gguf(file: Path) -> Vocabulary:

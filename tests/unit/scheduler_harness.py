@@ -225,11 +225,27 @@ class Harness:
         self.take()
         return moved
 
+    @property
+    def steps_under_way(self) -> int:
+        """Plans made whose results have not been collected."""
+        return len(self.scheduler._under_way)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence exists, not even a paused one, and no step is under way."""
+        return not self.steps_under_way and len(self.scheduler._registry) == 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence is running or in line (paused ones do not count) or a step is under way."""
+        paused = self.scheduler.stats().paused
+        return bool(self.steps_under_way) or len(self.scheduler._registry) > paused
+
     def run(self, max_turns: int = 20_000) -> None:
         """Until nothing moves."""
         for _ in range(max_turns):
             if not self.turn():
-                assert not self.scheduler.has_work, "there is work, but nothing moves"
+                assert not self.has_work, "there is work, but nothing moves"
                 return
         raise AssertionError(f"still busy after {max_turns} turns")
 
@@ -374,8 +390,8 @@ class Harness:
         """Every sequence has ended exactly once (twice fails in _hear) and nothing is left behind."""
         for (_, key), stream in self.streams.items():
             assert (stream.finished is None) == stream.is_silenced or stream.finished, f"{key} has no end"
-        assert self.scheduler.is_idle
-        assert not self.scheduler.has_work
+        assert self.is_idle
+        assert not self.has_work
         assert self.scheduler.next_deadline() is None
         stats = self.scheduler.stats()
         assert stats.pages_free + stats.pages_cached == stats.pages

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from engine.errors import ModelError
 from engine.factory import load_engine
 from engine.options import EngineOptions, StepSizes
+from service import options as service_options
 from service.options import ServeOptions, option_fields
 from service.serve import worker_options
+from worker.scheduling import options as scheduling_options
 
 SUITED = StepSizes(max_sequences=16, max_step_tokens=2048, prefill_tokens_beside_decodes=32)
 HOMES = {
@@ -56,6 +59,12 @@ def test_an_engine_takes_what_suits_it(tiny_checkpoint: Path, engine: str) -> No
         capacity.slots, capacity.max_step_tokens, capacity.prefill_tokens_beside_decodes
     )
     loaded.close()
+
+
+def test_the_service_offers_the_workers_prefill_policies() -> None:
+    """Written twice: `slipstream --help` is not to wait for the worker's imports."""
+    offered, known = service_options.PrefillPolicy, scheduling_options.PrefillPolicy
+    assert get_args(offered) == get_args(known)
 
 
 def test_help_tells_each_engines_sizes() -> None:

@@ -208,7 +208,7 @@ def test_a_resubmission_that_lacks_nothing_just_ends(
     (message,) = harness.scheduler.take_outputs().values()
     assert [(finished.key, finished.reason) for finished in message.finished] == [(answer, reason)]
     assert message.tokens == []
-    assert harness.scheduler.is_idle
+    assert harness.is_idle
 
 
 def test_a_draining_scheduler_refuses_new_requests_but_finishes_what_it_has() -> None:
@@ -236,7 +236,7 @@ def test_a_malformed_message_raises_and_leaves_no_trace(fields: dict[str, object
     harness = Harness()
     with pytest.raises(ValueError, match=text):
         harness.submit(**fields)  # type: ignore[arg-type]
-    assert harness.scheduler.is_idle
+    assert harness.is_idle
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def test_as_many_steps_may_be_under_way_as_the_engine_likes(steps: int) -> None:
     harness.submit(10, 20)
     for n in range(steps):
         assert harness.plan() is not None
-        assert harness.scheduler.steps_under_way == n + 1
+        assert harness.steps_under_way == n + 1
     assert harness.plan() is None
     harness.collect()
     assert harness.plan() is not None
@@ -274,14 +274,14 @@ def test_rows_planned_after_an_unforeseen_stop_give_nothing() -> None:
 def test_a_plan_is_none_when_there_is_nothing_to_do() -> None:
     harness = Harness()
     assert harness.plan() is None
-    assert harness.scheduler.is_idle
-    assert not harness.scheduler.has_work
+    assert harness.is_idle
+    assert not harness.has_work
     key = harness.submit(10, 1)
-    assert harness.scheduler.has_work
+    assert harness.has_work
     harness.pause(key)
     assert harness.plan() is None
-    assert not harness.scheduler.has_work
-    assert not harness.scheduler.is_idle
+    assert not harness.has_work
+    assert not harness.is_idle
 
 
 def test_a_decode_step_costs_a_fixed_number_of_calls_however_many_sequences_run() -> None:

@@ -200,7 +200,7 @@ def test_resumed_before_its_tokens_under_way_are_known_it_waits_for_them() -> No
     harness.pause(key)
     harness.pause(key, paused=False)
     assert harness.plan() is None
-    while harness.scheduler.steps_under_way:
+    while harness.steps_under_way:
         assert harness.state(key) is State.WAITING
         harness.collect()
     harness.take()

@@ -429,6 +429,24 @@ def test_loaded_from_a_checkpoint_it_speaks_ordinary_words(tiny_checkpoint: Path
             CheckpointError,
             "no tokens besides special ones",
         ),
+        ({"config.json": '{"text_config": null}'}, ConfigError, "gives no vocab_size"),
+        *(
+            (
+                {"config.json": '{"vocab_size": 9}', "tokenizer.json": tokenizer},
+                ConfigError,
+                "tokenizer.json holds no vocabulary of a kind that is known",
+            )
+            for tokenizer in (
+                "{}",
+                '{"model": null}',
+                '{"model": []}',
+                '{"model": {"vocab": null}}',
+                '{"model": {"vocab": {"a": null}}}',
+                '{"model": {"vocab": ["a"]}}',
+                '{"model": {"vocab": {"a": 1}}, "added_tokens": [7]}',
+                '{"model": {"vocab": {"a": 1}}, "added_tokens": [{"id": []}]}',
+            )
+        ),
     ],
 )
 def test_a_model_without_a_usable_vocabulary_is_refused(

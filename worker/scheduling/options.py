@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 PrefillPolicy = Literal["together", "alternating"]
 
@@ -36,7 +36,7 @@ class SchedulerOptions:
                 "prefill_tokens_beside_decodes must be at least 1 (or unset), "
                 f"not {self.prefill_tokens_beside_decodes}"
             )
-        if self.prefill_policy not in ("together", "alternating"):
+        if self.prefill_policy not in get_args(PrefillPolicy):
             raise ValueError(
                 f'prefill_policy must be "together" or "alternating", not "{self.prefill_policy}"'
             )
