@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import typer
@@ -68,4 +69,7 @@ def _root(
 
 def run() -> None:
     """Runs the command that the arguments name."""
+    # gRPC's C core writes lines of its own to stderr, such as one for each failed TLS handshake; they are no
+    # log events, and what they tell is told by errors. It reads its level from here alone, when it is loaded.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     app()

@@ -56,6 +56,11 @@ class Connection:
         Path | None, Flag("Private key (PEM) of the client certificate.", _GROUP, metavar="FILE")
     ] = None
 
+    def __post_init__(self) -> None:
+        # gRPC aborts the process when it gets one without the other.
+        if (self.tls_cert is None) != (self.tls_key is None):
+            fail("--tls-cert and --tls-key go together", 2)
+
     @property
     def is_secure(self) -> bool:
         return self.tls or self.tls_ca is not None or self.tls_cert is not None
@@ -124,14 +129,39 @@ def reporting_failures(connection: Connection) -> Iterator[None]:
         raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
+_CONNECTION_PROBLEMS = (
+    (
+        "certificate_verify_failed",
+        "the certificate of {target} is not trusted; name its authority by --tls-ca",
+    ),
+    ("hostname verification", "the certificate of {target} is for another host name"),
+    ("wrong_version_number", "the server at {target} does not speak TLS; leave out the --tls flags"),
+    (
+        "security handshaker",
+        "the files of --tls-ca, --tls-cert and --tls-key cannot be used; they must be PEM",
+    ),
+    ("handshake failed", "the TLS handshake with {target} failed; does it want a client certificate?"),
+    ("http/2", "no gRPC server answers at {target}; is that its metrics port?"),
+    (
+        "socket closed",
+        "{target} ends the connection at once; does it speak TLS (--tls or --tls-ca FILE), or want a client "
+        "certificate (--tls-cert and --tls-key)?",
+    ),
+    ("", "no server answers at {target}; is `slipstream serve` running there?"),
+)
+"""What gRPC says of a connection that could not be made, in small letters, and what to tell people; the first
+that fits."""
+
+
 def describe(error: Any, target: str) -> str:
     """A failed call in one line: the status, what was wrong, and when to try again."""
     import grpc
 
     code, details = error.code(), error.details() or ""
-    no_connection = ("failed to connect", "connection refused", "dns resolution failed", "name resolution")
-    if code is grpc.StatusCode.UNAVAILABLE and any(phrase in details.lower() for phrase in no_connection):
-        return f"no server answers at {target}; is `slipstream serve` running there?"
+    small = details.lower()
+    not_connected = ("failed to connect", "connection refused", "resolution failed", "errors resolving")
+    if code is grpc.StatusCode.UNAVAILABLE and any(phrase in small for phrase in not_connected):
+        return next(told for phrase, told in _CONNECTION_PROBLEMS if phrase in small).format(target=target)
     wait = _retry_delay(error)
     advice = f" (try again in {wait:.1f} s)" if wait else ""
     return f"{code.name}: {' '.join(details.split())}{advice}"

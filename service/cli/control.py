@@ -87,7 +87,8 @@ def drain(
         request.timeout.FromMilliseconds(round(timeout * 1e3))
     with reporting_failures(connection), connection.open() as channel:
         answer = control(channel).Drain(request, metadata=connection.metadata())
-    typer.echo(f"draining: {answer.remaining} requests left on the process that answered")
+    requests = "request" if answer.remaining == 1 else "requests"
+    typer.echo(f"draining: {answer.remaining} {requests} left on the process that answered")
 
 
 def abort(
@@ -139,7 +140,10 @@ def _print_profile(answer: ProfileResponse) -> None:
         table.add_row(stage.stage, *(f"{value:,.1f}" for value in figures))
     console = Console()
     console.print(f"{answer.steps} steps", highlight=False)
-    console.print(table)
+    if answer.steps:
+        console.print(table)
+    else:
+        typer.secho("nothing ran meanwhile; send requests while it measures", fg="yellow", err=True)
 
 
 def _print_status(answer: GetStatusResponse) -> None:
@@ -158,7 +162,9 @@ def _print_status(answer: GetStatusResponse) -> None:
     )
     console.print(_worker_table(answer.workers))
     for worker in answer.workers:
-        memory = "  ".join(f"{name} {_size(size)}" for name, size in sorted(worker.memory_plan.items()))
+        memory = "  ".join(
+            f"{name} {_size(size)}" for name, size in sorted(worker.memory_plan.items()) if size
+        )
         if memory:
             console.print(f"worker {worker.index} memory: {memory}", highlight=False)
         for fallback in worker.fallbacks:

@@ -90,12 +90,19 @@ def _flag(item: OptionField) -> inspect.Parameter:
     flag = flag_name(item.name)
     option = typer.Option(
         f"{flag}/--no-{flag[2:]}" if item.kind is bool else flag,
-        help=item.about.help,
+        help=item.about.help + _default(item.default),
         rich_help_panel=item.about.group,
-        show_default=False if item.default in (None, "") else str(item.default),
+        show_default=False,
     )
     is_optional = get_origin(item.kind) in (Union, types.UnionType) and type(None) in get_args(item.kind)
     return keyword(item.name, item.kind if is_optional else item.kind | None, option)
+
+
+def _default(value: Any) -> str:
+    """As words: what typer itself would show stands in brackets, as a computed value would."""
+    if value in (None, ""):
+        return ""
+    return f" Default: {'on' if value is True else 'off' if value is False else value}."
 
 
 serve_command = _command()
