@@ -5,7 +5,7 @@
 #   scripts/demo.sh                  asks a question of its own
 #   scripts/demo.sh "my prompt"      asks yours
 #
-# The first run takes a minute or so, later ones a few seconds. See environment.sh for settings.
+# The first run takes half a minute to a minute, later ones seconds. See environment.sh for settings.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
