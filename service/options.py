@@ -19,7 +19,7 @@ ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 
 EngineChoice = Literal["auto", "cuda", "reference", "simulated"]
 PrefillPolicy = Literal["together", "alternating"]
-"""As the worker's scheduler has it; its modules would slow every start of the program. A test compares them."""
+"""As in the worker's scheduler, whose modules are slow to import; a test compares the two."""
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

@@ -92,6 +92,12 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._is_closed = False
 
+    def time_left_s(self) -> float | None:
+        """Until its deadline, at least 0; None without one."""
+        if self.deadline is None:
+            return None
+        return max(0.0, self.deadline - asyncio.get_running_loop().time())
+
     # ---- for servicers
 
     async def next(self) -> Update | None:

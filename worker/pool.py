@@ -2,7 +2,7 @@
 
 What became of a lost connection is told by the supervisor's reports: if the worker died, its sequences are
 judged (suspects.py) and sent to another worker, or to the next generation as soon as it is up; if it still
-lives, they are sent to it again. Knows no RPC and no text.
+lives, they are sent to it again (recovery.py). Knows no RPC and no text.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import structlog
 from worker.answers import Answer, AnswerFinished, AnswerStarted
 from worker.connection import WorkerConnection
 from worker.generation import Generation, GenerationRequest, Rejection
+from worker.homes import Homes
 from worker.messages import (
     Cancel,
     FinishReason,
@@ -29,11 +30,11 @@ from worker.messages import (
     WorkerToFront,
 )
 from worker.options import DEFAULT_POOL, PoolOptions
-from worker.orphans import Orphan, Orphans
 from worker.placement import Placement
-from worker.reports import WorkerDeath, WorkerReport, WorkerState
+from worker.recovery import Recovery
+from worker.reports import WorkerReport, WorkerState
 from worker.roster import RETRY_AFTER_S, Roster, WorkerView
-from worker.suspects import Suspicion, proof_tokens
+from worker.suspects import proof_tokens
 
 log = structlog.get_logger(__name__)
 
@@ -52,13 +53,13 @@ class WorkerPool:
         when a worker connects or goes, or has_room may have changed."""
         self._options = options
         self._on_change = on_change
-        self._log = log.bind(front=front)
         self._roster = Roster(front, authkey, options, self)
-        self._homes: dict[int, WorkerConnection] = {}
-        """By key, where a sequence is in flight."""
+        self._homes = Homes()
         self._generations: dict[str, Generation] = {}
-        self._orphans = Orphans(options.orphan_wait_s)
         self._placement = Placement(options.imbalance, options.remembered_prefixes)
+        self._recovery = Recovery(
+            self._roster, self._homes, self._placement, options, self.cancel, log.bind(front=front)
+        )
         self._next_key = 0
 
     # ---- workers
@@ -66,7 +67,7 @@ class WorkerPool:
     def update(self, reports: Sequence[WorkerReport]) -> None:
         """Takes in the supervisor's latest reports: connects to new workers, forgets dead ones."""
         self._roster.update(reports)
-        self._place_orphans()
+        self._recovery.place()
         self._notify()
 
     async def wait_connected(self) -> None:
@@ -126,7 +127,7 @@ class WorkerPool:
         if generation is not None:
             is_ours = not all(answer.is_over for answer in generation.answers)
             for answer in generation.answers:
-                if self._orphans.remove(answer.key) is not None:
+                if self._recovery.orphans.remove(answer.key) is not None:
                     generation.end(answer, AnswerFinished(FinishReason.ABORTED))
         return await self._roster.abort(request_id) or is_ours
 
@@ -134,10 +135,9 @@ class WorkerPool:
         """For generations: nobody wants these answers any more."""
         keys: dict[WorkerConnection, list[int]] = {}
         for answer in answers:
-            self._orphans.remove(answer.key)
-            home = self._homes.pop(answer.key, None)
+            self._recovery.orphans.remove(answer.key)
+            home = self._homes.leave(answer.key)
             if home is not None:
-                home.remove(answer.key)
                 keys.setdefault(home, []).append(answer.key)
         for home, cancelled in keys.items():
             home.send(Cancel(tuple(cancelled)))
@@ -145,12 +145,12 @@ class WorkerPool:
     def resume(self, generation: Generation, answer: Answer) -> None:
         """For generations: what had gathered of a paused answer was read."""
         answer.is_paused = False
-        home = self._homes.get(answer.key)
+        home = self._homes.of(answer.key)
         if home is not None:
             home.send(SetPaused(answer.key, False))
         else:
-            self._orphans.resume(answer.key)
-            self._place_orphans()
+            self._recovery.orphans.resume(answer.key)
+            self._recovery.place()
 
     def forget(self, generation: Generation) -> None:
         """For generations: the request is closed."""
@@ -183,8 +183,7 @@ class WorkerPool:
     def _send(self, connection: WorkerConnection, generation: Generation) -> None:
         request = generation.request
         for answer in generation.answers:
-            connection.add(generation, answer)
-            self._homes[answer.key] = connection
+            self._homes.settle(connection, generation, answer)
         connection.send(
             Submit(
                 generation.answers[0].key,
@@ -195,7 +194,7 @@ class WorkerPool:
                 n=request.n,
                 priority=request.priority,
                 cache_salt=request.cache_salt,
-                time_left_s=_time_left(generation),
+                time_left_s=generation.time_left_s(),
             )
         )
 
@@ -204,9 +203,7 @@ class WorkerPool:
     def on_ready(self, connection: WorkerConnection) -> None:
         """For the roster: a worker takes requests."""
         self._placement.forget(connection.worker)
-        # The same generation again: only the connection had broken, and nobody is to blame.
-        self._orphans.settle((connection.worker, connection.generation), lambda _orphan: None)
-        self._place_orphans()
+        self._recovery.ready(connection)
         self._notify()
 
     def on_message(self, connection: WorkerConnection, message: WorkerToFront) -> None:
@@ -247,7 +244,7 @@ class WorkerPool:
             start = end
         for finished in message.finished:
             if (entry := in_flight.get(finished.key)) is not None:
-                self._leave(connection, finished.key)
+                self._homes.leave(finished.key)
                 end_state = AnswerFinished(finished.reason, finished.message, finished.preemptions)
                 entry[0].end(entry[1], end_state)
 
@@ -257,10 +254,6 @@ class WorkerPool:
             answer.suspicion.halted()
         connection.send(SetPaused(answer.key, True))
 
-    def _leave(self, connection: WorkerConnection, key: int) -> None:
-        connection.remove(key)
-        self._homes.pop(key, None)
-
     def _take_rejection(self, connection: WorkerConnection, rejected: Rejected) -> None:
         entry = connection.in_flight.get(rejected.key)
         if entry is None:
@@ -268,13 +261,13 @@ class WorkerPool:
         generation, answer = entry
         if generation.was_resubmitted:
             # The client has part of the answer, so this is no longer a matter of admission.
-            self._leave(connection, rejected.key)
+            self._homes.leave(rejected.key)
             is_aborted = rejected.reason is RejectReason.ABORTED_BEFORE
             reason = FinishReason.ABORTED if is_aborted else FinishReason.FAULT
             generation.end(answer, AnswerFinished(reason, rejected.message))
             return
         for each in generation.answers:
-            self._leave(connection, each.key)
+            self._homes.leave(each.key)
         generation.tried.add(connection.worker)
         may_go_elsewhere = rejected.reason in (RejectReason.QUEUE_FULL, RejectReason.DRAINING)
         other = self._choose(generation) if may_go_elsewhere else None
@@ -292,78 +285,9 @@ class WorkerPool:
 
     def on_lost(self, connection: WorkerConnection) -> None:
         """For the roster: a connection is over, after its last message."""
-        for generation, answer in connection.in_flight.values():
-            self._homes.pop(answer.key, None)
-            self._orphans.add(generation, answer, (connection.worker, connection.generation))
-        self.on_report(self._roster.report(connection.worker))
-        self._place_orphans()
+        self._recovery.lost(connection)
         self._notify()
 
     def on_report(self, report: WorkerReport) -> None:
-        """For the roster: news of a worker, perhaps of a death that orphans wait to hear of."""
-        for generation in self._orphans.places(report.index):
-            if report.has_ended(generation):
-                self._judge_death(report, generation)
-
-    def _judge_death(self, report: WorkerReport, generation: int) -> None:
-        death = next((death for death in report.deaths if death.generation == generation), None)
-        self._orphans.settle((report.index, generation), lambda orphan: self._judge(orphan, death))
-
-    def _judge(self, orphan: Orphan, death: WorkerDeath | None) -> None:
-        answer = orphan.answer
-        if answer.is_paused:
-            return  # it held no slot, so it cannot have done it
-        if answer.suspicion is None:
-            answer.suspicion = Suspicion()
-        verdict = answer.suspicion.worker_died(death, self._options.max_deaths)
-        if verdict is None:
-            return
-        generation = orphan.generation
-        self._log.error("request_given_up", request_id=generation.request.request_id, reason=verdict)
-        remaining = [each for each in generation.answers if not each.is_over]
-        self.cancel(generation, remaining)
-        for each in remaining:
-            generation.end(each, AnswerFinished(FinishReason.FAULT, verdict))
-
-    def _place_orphans(self) -> None:
-        if not self._orphans:
-            return
-        if self._roster.states() == {WorkerState.FAILED}:
-            self._orphans.fail_all("the model's workers have failed")
-        loads = {connection.worker: connection.load for connection in self._roster.ready()}
-        if not loads:
-            return
-        for orphan in self._orphans.take_ready():
-            generation = orphan.generation
-            worker = self._placement.choose(loads, generation.prompt, generation.request.cache_salt)
-            self._resubmit(self._roster.connection(worker), generation, orphan.answer)
-            loads[worker] = self._roster.connection(worker).load
-
-    def _resubmit(self, connection: WorkerConnection, generation: Generation, answer: Answer) -> None:
-        request, suspicion = generation.request, answer.suspicion
-        generation.was_resubmitted = True
-        connection.add(generation, answer)
-        self._homes[answer.key] = connection
-        if suspicion is not None:
-            suspicion.submitted()
-        connection.send(
-            Submit(
-                answer.key,
-                request.request_id,
-                generation.prompt,
-                answer.sampling(request.sampling, has_prompt_logprobs=generation.has_prompt_logprobs),
-                request.max_tokens,
-                priority=request.priority,
-                cache_salt=request.cache_salt,
-                time_left_s=_time_left(generation),
-                output=answer.output(),
-                is_resubmission=True,
-                is_suspect=suspicion is not None and suspicion.is_suspect,
-            )
-        )
-
-
-def _time_left(generation: Generation) -> float | None:
-    if generation.deadline is None:
-        return None
-    return max(0.0, generation.deadline - asyncio.get_running_loop().time())
+        """For the roster: news of a worker."""
+        self._recovery.hear(report)
