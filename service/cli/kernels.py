@@ -111,7 +111,8 @@ def _progress_bar(arch: str) -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TextColumn("[dim]{task.fields[unit]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(f"compiling for {arch}", total=None, unit="")
 
         def advance(unit: str, done: int, total: int) -> None:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine.factory import load_engine
 from engine.interface import Engine
 from engine.options import EngineOptions
-from scripts.gpu import check_smollm2
+from scripts.benchmark import gpu
+from scripts.benchmark.figures import Figure
+from scripts.benchmark.gpu_bounds import Shape
+from scripts.gpu import check_all, check_smollm2
+from scripts.gpu.make_random_checkpoint import MODELS
 
 PROMPTS = ([5, 9, 200, 31], [7, 7, 300])
 TOKENS = 6
@@ -52,3 +60,104 @@ def test_pieces_of_a_model_are_joined_in_order(tmp_path: Path) -> None:
         joined = check_smollm2.join(list(reversed(parts)), stack)
         assert joined.read_bytes() == whole
     assert not joined.exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "decode", "prefill", "first_ms"),
+    [("qwen3-1.7b", 1_240, None, None), ("qwen3-8b", 282, 54_500, 38)],
+)
+def test_limits_are_those_worked_out_by_hand(
+    model: str, decode: float, prefill: float | None, first_ms: float | None
+) -> None:
+    """At 4.26 TB/s and 790 TFLOP/s; attention and cache make up the few percent between."""
+    shape = Shape.of(MODELS[model])
+    assert shape.decode_limit(1, 0, 4.26e12) == pytest.approx(decode, rel=0.02)
+    assert shape.decode_limit(64, 256, 4.26e12) < 64 * shape.decode_limit(1, 256, 4.26e12)
+    if prefill is not None and first_ms is not None:
+        assert shape.prefill_limit(2048, 790e12) == pytest.approx(prefill, rel=0.03)
+        assert 1e3 * shape.prefill_flops(2048) / 790e12 == pytest.approx(first_ms, rel=0.03)
+
+
+ENGINE_FIGURES = [
+    Figure("copy", "TB/s", (4.2, 4.26, 4.3)),
+    Figure("bf16 product 8,192³", "TFLOP/s", (790.0,)),
+    Figure("qwen3-8b decode ×64", "tok/s", (11_000.0,), at_least=10_500, note="context 128 → 384"),
+    Figure("qwen3-8b first token of 2,048", "ms", (50.0,), at_most=48),
+]
+
+
+def fake_script(script: str, *flags: str, name: str = "figures") -> dict[str, Any]:
+    if script == "bench_transformers":
+        raise RuntimeError("bench_transformers ended with 1 and wrote no figures")
+    return {
+        "figures": [figure.as_json() for figure in ENGINE_FIGURES],
+        "details": {"machine": {"card": "a card"}},
+        "failures": {},
+    }
+
+
+def test_one_run_puts_limits_beside_the_figures_and_outlives_a_part_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def grpc(report: gpu.GpuReport, model: str, repeats: int) -> None:
+        report.figures += gpu.grpc_figures(report, model, [10_450.0], [9_000.0], [51.5])
+
+    monkeypatch.setattr(gpu, "_script", fake_script)
+    monkeypatch.setattr(gpu, "through_grpc", grpc)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: object())
+    saved: list[int] = []
+    report = gpu.run(1, ["qwen3-8b"], True, lambda so_far: saved.append(len(so_far.figures)))
+    assert saved == [4, 8, 8]
+    decode = report.find("qwen3-8b decode ×64")
+    assert decode is not None
+    assert decode.at_least == 10_500
+    assert "context 128 → 384; limit by the ceilings" in decode.note
+    share = report.find("qwen3-8b ×64 through gRPC against in-process")
+    over = report.find("qwen3-8b first token through gRPC, over in-process")
+    assert share is not None
+    assert over is not None
+    assert (share.median, share.holds) == (95.0, True)
+    assert (over.median, over.holds) == (1.5, True)
+    assert list(report.failures) == ["qwen3-8b transformers"]
+
+
+def test_a_machine_without_a_gpu_skips_the_part_and_says_why(tmp_path: Path) -> None:
+    reason = gpu.why_not()
+    if reason is None:
+        pytest.skip("there is a GPU")
+    done = subprocess.run(
+        [sys.executable, str(gpu.ROOT / "scripts" / "bench"), "gpu", "--out", str(tmp_path)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"skipped: {reason}" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_step_that_takes_too_long_is_ended_with_all_it_started(tmp_path: Path) -> None:
+    child = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); "
+    step = check_all.Step("slow", (sys.executable, "-c", child + "time.sleep(600)"), 2, 0)
+    outcome = check_all.run(step, tmp_path, time.monotonic() + 60)
+    assert outcome.state == "cut"
+    pid = int((tmp_path / "slow.log").read_text().split()[0])
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie whose parent is gone is over, though nobody may have asked yet."""
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_steps_pass_fail_or_are_left_out(tmp_path: Path) -> None:
+    end = time.monotonic() + 60
+    for code, state in ((0, "passed"), (3, "failed")):
+        step = check_all.Step("step", (sys.executable, "-c", f"raise SystemExit({code})"), 30, 0)
+        assert check_all.run(step, tmp_path, end).state == state
+    step = check_all.Step("long", ("never-run",), 900, 300)
+    assert check_all.run(step, tmp_path, end).state == "left out"
