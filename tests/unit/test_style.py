@@ -18,8 +18,8 @@ ROOMS = ("service", "worker", "engine", "kernels")
 MAX_LINES = 400
 MAX_BODY_LINES = 40
 
-READS_ENVIRONMENT = {"service/cli/serve.py", "service/models/demo.py"}
-"""Once, at start: where options come from, and where the user's cache is."""
+READS_ENVIRONMENT = {"service/cli/app.py", "service/cli/serve.py", "service/models/demo.py"}
+"""Once, at start: how loud gRPC's core is, where options come from, and where the user's cache is."""
 
 
 def sources(*folders: str) -> list[Path]:
