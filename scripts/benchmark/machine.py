@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import time
 from importlib.metadata import PackageNotFoundError, version
@@ -30,7 +31,9 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With a mark if the files differ from it."""
+    """With a mark if the files differ from it; "unknown" in a copy without history."""
+    if shutil.which("git") is None:
+        return "unknown"
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     return result.stdout.strip() or "unknown"

@@ -51,7 +51,7 @@ def main() -> int:
         engine = load_engine(
             EngineOptions(
                 model, engine=options.engine, max_sequences=len(cases), max_step_tokens=512,
-                max_sequence_length=256,
+                max_sequence_length=256, kv_pages=128,
             )
         )  # fmt: skip
         stack.enter_context(closing(engine))

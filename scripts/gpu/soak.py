@@ -38,6 +38,8 @@ from scripts.gpu.soak_streams import Received, ask_alone, carry_out, find_fault,
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from service.cli.connection import Connection, control, inference
 
+_LOOKERS = 16
+"""Answers decoded again at once."""
 MOST_TOLD = 20
 """Faults kept word for word."""
 
@@ -184,14 +186,29 @@ async def _run(
 
 
 async def _look_again(stub: Any, connection: Connection, tally: Tally, noise: float) -> None:
-    """Each answer that differs from the one given alone, once; equal ones share the verdict."""
-    verdicts: dict[tuple[int, tuple[int, ...]], str | None] = {}
+    """Each answer that differs from the one given alone; what begins a sound answer is sound."""
+    by_subject: dict[int, list[tuple[Call, list[int]]]] = {}
     for call, tokens in tally.differing:
-        key = (id(call.subject), tuple(tokens))
-        if key not in verdicts:
-            verdicts[key] = await why_wrong(stub, connection, call.subject, tokens, noise)
-        if (reason := verdicts[key]) is not None:
-            tally.faults.append(f"soak-{call.number}: {reason}")
+        by_subject.setdefault(id(call.subject), []).append((call, tokens))
+
+    async def look(group: list[tuple[Call, list[int]]]) -> None:
+        sound: set[tuple[int, ...]] = set()
+        for call, tokens in sorted(group, key=lambda pair: -len(pair[1])):
+            if tuple(tokens) in sound:
+                continue
+            reason = await why_wrong(stub, connection, call.subject, tokens, noise)
+            if reason is None:
+                sound |= {tuple(tokens[:length]) for length in range(1, len(tokens) + 1)}
+            else:
+                tally.faults.append(f"soak-{call.number}: {reason}")
+
+    groups = iter(by_subject.values())
+
+    async def client() -> None:
+        for group in groups:
+            await look(group)
+
+    await asyncio.gather(*(client() for _ in range(_LOOKERS)))
 
 
 def _leaks(before: Holdings, after: Holdings, options: argparse.Namespace) -> list[str]:

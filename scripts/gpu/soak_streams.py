@@ -193,7 +193,8 @@ async def why_wrong(
     """Forced decoding of an answer that differs from the one given alone; None if each of its tokens could
     have been chosen there.
 
-    A greedy one must be likeliest but for `noise` (nats); a drawn one among the likeliest few.
+    A greedy one must be likeliest but for `noise` (nats); a drawn one among the likeliest few, twice as
+    many as it was drawn from, for rounding moves ranks.
     """
     request = GenerateRequest(
         tokens=TokenIds(ids=[*subject.prompt, *tokens]),
@@ -203,7 +204,7 @@ async def why_wrong(
     entries = answer.prompt_logprobs[len(subject.prompt) - 1 :]
     for index, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
         gap = entry.top[0].logprob - entry.token.logprob
-        is_right = gap <= noise if subject.top_ranks == 1 else entry.rank <= subject.top_ranks + 2
+        is_right = gap <= noise if subject.top_ranks == 1 else entry.rank <= 2 * subject.top_ranks
         if not is_right:
             return f"token {index} ({token}) has rank {entry.rank}, {gap:.3f} below the likeliest"
     return None
