@@ -155,19 +155,28 @@ def _answer(
     """Runs one request and prints it. Raises grpc.RpcError."""
     from service.cli.streaming import stream_answer
 
+    shown = False
+
     def show(text: str) -> None:
+        nonlocal shown
         if not as_json:
+            shown = True
             sys.stdout.write(text)
             sys.stdout.flush()
 
-    with connection.open() as channel:
-        answer = stream_answer(
-            inference(channel),
-            request,
-            metadata=connection.metadata(),
-            timeout_s=timeout_s,
-            on_text=show,
-        )
+    try:
+        with connection.open() as channel:
+            answer = stream_answer(
+                inference(channel),
+                request,
+                metadata=connection.metadata(),
+                timeout_s=timeout_s,
+                on_text=show,
+            )
+    except Exception:
+        if shown:
+            typer.echo()  # what went wrong is told on a line of its own
+        raise
     if as_json:
         typer.echo(json.dumps(answer.as_json(), ensure_ascii=False))
     else:

@@ -156,6 +156,9 @@ def test_tls_token_and_drain(tiny_checkpoint: Path, tmp_path: Path) -> None:
     flags += ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     with running_server(tiny_checkpoint, *flags) as server:
         trust = ("--tls-ca", str(tmp_path / "cert.pem"))
+        assert "does it speak TLS" in cli(server, "status").stderr
+        assert "is not trusted" in cli(server, "status", "--tls").stderr
+        assert "must be PEM" in cli(server, "status", "--tls-ca", str(tmp_path / "tokens")).stderr
         refused = cli(server, "status", *trust)
         assert "UNAUTHENTICATED" in refused.stderr
         assert cli(server, "health", *trust).stdout.strip() == "SERVING"
@@ -164,6 +167,16 @@ def test_tls_token_and_drain(tiny_checkpoint: Path, tmp_path: Path) -> None:
         drained = cli(server, "drain", "--token", "secret-1", *trust)
         assert drained.exit_code == 0, drained.stderr
         assert server.wait() == 0
+
+
+def test_tls_against_a_plain_server_is_said_so(server: ServerProcess) -> None:
+    assert "does not speak TLS" in cli(server, "status", "--tls").stderr
+
+
+def test_half_a_client_certificate_is_refused(tmp_path: Path) -> None:
+    make_certificate(tmp_path)
+    result = CliRunner().invoke(app, ["status", "--tls-cert", str(tmp_path / "cert.pem")])
+    assert (result.exit_code, result.stderr) == (2, "error: --tls-cert and --tls-key go together\n")
 
 
 def make_certificate(folder: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from tests.service.server_process import ServerProcess, running_server
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
 NODE = EXAMPLES / "node"
 DEADLINE_S = 120.0
 
@@ -71,6 +72,16 @@ def node_client(server: ServerProcess, node_modules: Path) -> Client:
 def client(request: pytest.FixtureRequest) -> Client:
     chosen: Client = request.getfixturevalue(request.param)
     return chosen
+
+
+def test_the_lines_of_the_readme_run(server: ServerProcess, tmp_path: Path) -> None:
+    (lines,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert "localhost:50051" in lines
+    program = lines.replace("localhost:50051", server.target)
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{program}"]
+    result = run(command, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout
 
 
 REPORT = re.compile(
