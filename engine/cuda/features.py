@@ -56,7 +56,8 @@ def _layer_features(layer: LayerSpec) -> Iterator[str]:
 
 
 def _attention_features(mixer: AttentionSpec) -> Iterator[str]:
-    if mixer.head_dim not in HEAD_DIMS:
+    has_kernel = mixer.head_dim in HEAD_DIMS
+    if not has_kernel:
         yield f"head_dim {mixer.head_dim} (there is {', '.join(map(str, HEAD_DIMS))})"
     if mixer.n_heads // mixer.n_kv_heads > MAX_GROUP:
         yield f"{mixer.n_heads // mixer.n_kv_heads} query heads per kv head (at most {MAX_GROUP})"
@@ -66,5 +67,5 @@ def _attention_features(mixer: AttentionSpec) -> Iterator[str]:
         yield "v taken from k"
     if mixer.output_gate:
         yield "gated attention"
-    if mixer.rope is not None and mixer.rope.rotary_dim // 2 % (mixer.head_dim // 32):
+    if has_kernel and mixer.rope is not None and mixer.rope.rotary_dim // 2 % (mixer.head_dim // 32):
         yield f"a rotation of {mixer.rope.rotary_dim} of {mixer.head_dim} dimensions"

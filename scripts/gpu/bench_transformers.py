@@ -209,7 +209,7 @@ def make_checkpoint(name: str, folder: Path) -> None:
     if name == "tiny":
         from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 
-        make_tiny_checkpoint(folder, family="qwen3")
+        make_tiny_checkpoint(folder, family="qwen3", head_dim=64)
         return
     from scripts.gpu.make_random_checkpoint import make_random_checkpoint
 

@@ -118,7 +118,7 @@ def _serve(stack: ExitStack, options: argparse.Namespace) -> Connection:
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=in_memory)))
         if model == "tiny":
-            make_tiny_checkpoint(folder)
+            make_tiny_checkpoint(folder, head_dim=64)
         else:
             make_random_checkpoint(folder, model)
         model = str(folder)

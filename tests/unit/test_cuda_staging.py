@@ -24,6 +24,7 @@ from engine.errors import UnsupportedModelError
 from engine.interface import EngineCapacity, PageAssignment, PrefillChunk, Sampling, SlotStart, StepPlan
 from engine.plan_check import PlanLimits
 from kernels.tensor import DType
+from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from tests.cuda_scenarios import VOCAB, checkpoint
 from tests.parity.families import CASES, Case, build_checkpoint
 from tests.unit.cuda_twin import HOPPER
@@ -197,3 +198,10 @@ def test_features_without_a_kernel_are_refused_by_name(tmp_path: Path, family: s
     config = build_checkpoint(case, tmp_path / "model")
     with pytest.raises(UnsupportedModelError, match=feature):
         require_supported(config)
+
+
+def test_a_head_size_without_a_kernel_is_refused_by_name(tmp_path: Path) -> None:
+    with open_checkpoint(make_tiny_checkpoint(tmp_path, hidden=64, heads=4)) as opened:
+        assert opened.config.layers[0].mixer.head_dim == 16
+        with pytest.raises(UnsupportedModelError, match="head_dim 16"):
+            require_supported(opened.config)

@@ -20,6 +20,10 @@ from scripts.benchmark.figures import Figure
 from scripts.benchmark.gpu_bounds import Shape
 from scripts.gpu import check_all, check_smollm2
 from scripts.gpu.make_random_checkpoint import MODELS
+from tests.cuda_scenarios import Load, checkpoint, options, reference
+from tests.unit.cuda_twin import load_twin
+
+__all__ = ["load_twin"]
 
 PROMPTS = ([5, 9, 200, 31], [7, 7, 300])
 TOKENS = 6
@@ -49,6 +53,19 @@ def test_an_answer_holds_that_equals_and_one_does_not_that_no_rounding_explains(
     assert (report["equal"], report["holds"]) == (1, False)
     assert check_smollm2.check(engine, cases, noise=100.0)["holds"]
     assert "**wrong**" in check_smollm2.as_table(report)
+
+
+def test_the_cuda_engine_gives_the_answers_of_the_reference(load_twin: Load, tmp_path: Path) -> None:
+    """Its own code, with numpy for kernels: bf16 weights and cache part nothing by more than a little."""
+    sizes = {"max_sequences": 2, "max_step_tokens": 64, "kv_pages": 8, "max_sequence_length": 64}
+    exact = reference(checkpoint(tmp_path), **sizes).engine
+    cases = [
+        {"prompt": prompt, "tokens": tokens, "smallest_margin": 0.0}
+        for prompt, tokens in zip(PROMPTS, check_smollm2.decode(exact, PROMPTS, TOKENS), strict=True)
+    ]
+    report = check_smollm2.check(load_twin(options(tmp_path, **sizes)), cases, noise=0.05)
+    assert report["engine"] == "cuda"
+    assert report["holds"], report
 
 
 def test_pieces_of_a_model_are_joined_in_order(tmp_path: Path) -> None:
