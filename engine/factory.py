@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
+
+import structlog
 
 from engine.errors import ModelError
 from engine.interface import Engine, Progress
 from engine.options import EngineOptions
 
+log = structlog.get_logger(__name__)
+
 
 def load_engine(options: EngineOptions, progress: Progress | None = None) -> Engine:
     """Opens the model and loads it into an engine, telling `progress` how far it is.
 
-    "auto" takes CUDA where the CUDA engine is installed and a GPU can be used, else the reference engine.
+    "auto" takes CUDA where the CUDA engine is installed and a GPU can be used, else the reference engine,
+    whose info.fallbacks then says why.
     Raises ModelError, with one clear message, for a model that cannot be used, an engine that is not
     there or sizes that do not fit.
     """
-    engine = options.engine
-    if engine == "auto":
-        engine = "reference" if _why_no_cuda(options.device) is not None else "cuda"
+    if options.engine != "auto":
+        return _load(options.engine, options, progress)
+    reason = _why_no_cuda(options.device)
+    if reason is None:
+        return _load("cuda", options, progress)
+    log.info("cuda_not_used", reason=reason)
+    engine = _load("reference", options, progress)
+    fallback = f"the reference engine runs instead of the CUDA engine: {reason}"
+    engine.info = replace(engine.info, fallbacks=(fallback, *engine.info.fallbacks))
+    return engine
+
+
+def _load(engine: str, options: EngineOptions, progress: Progress | None) -> Engine:
     if engine == "reference":
         return _load_reference(options, progress)
     if engine == "simulated":

@@ -117,7 +117,8 @@ class WorkerLoop:
 
     def _execute(self, plan: StepPlan) -> None:
         rows = len(plan.decodes) + sum(len(chunk.tokens) for chunk in plan.prefills)
-        self._under_way.append(_Step(self._engine.execute(plan), time.monotonic(), rows))
+        executed_at = time.monotonic()  # before the call: an engine may compute inside it
+        self._under_way.append(_Step(self._engine.execute(plan), executed_at, rows))
 
     def _collect(self) -> dict[str, float]:
         step = self._under_way.popleft()

@@ -272,6 +272,15 @@ def test_the_factory_says_what_it_cannot_load(tiny_checkpoint: Path, tmp_path: P
     simulated.close()
 
 
+def test_auto_says_why_it_took_the_reference_engine(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.factory._why_no_cuda", lambda _device: "there is no GPU")
+    engine = load_engine(EngineOptions(tiny_checkpoint, max_sequences=2))
+    assert engine.info.engine == "reference"
+    assert engine.info.fallbacks[0] == "the reference engine runs instead of the CUDA engine: there is no GPU"
+
+
 # -- row widths ----------------------------------------------------------------------------------------
 
 
