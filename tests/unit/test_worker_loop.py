@@ -1,4 +1,4 @@
-"""The worker's loop around an engine that computes inside execute(), on a clock that only the engine moves."""
+"""The worker's loop around an engine that computes inside execute(), on a clock that it alone moves."""
 
 from __future__ import annotations
 
