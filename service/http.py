@@ -7,6 +7,7 @@ this port still answers, and says so. Knows paths and status codes, not what is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import socket
 import sys
@@ -27,6 +28,9 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 3.0
 REQUEST_TIMEOUT_S = 10.0
+MAX_CONNECTIONS = 128
+"""Each has a thread. Probes and scrapers need a handful; further ones are answered 503 at once."""
+_FULL = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n"
 _Result = TypeVar("_Result")
 _TEXT = "text/plain; charset=utf-8"
 
@@ -97,6 +101,32 @@ async def _alive() -> None:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
     request_queue_size = 128  # with the usual 5, a few silly clients keep probes waiting for a second
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        super().__init__(*args, **kwargs)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self._refuse(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was started that would release it
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def _refuse(self, request: socket.socket) -> None:
+        request.setblocking(False)  # the accepting thread waits for no client
+        with contextlib.suppress(OSError):  # it is gone already
+            request.send(_FULL)
+        self.shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that was too slow or went away is no event; the base class prints a traceback."""

@@ -190,6 +190,7 @@ def _worker_status(view: WorkerView) -> control_pb2.WorkerStatus:
     if report.capacity is not None:
         message.slots = report.capacity.slots
         message.pages = report.capacity.pages
+        message.pages_free = report.capacity.pages  # until its first status says otherwise
     status = view.status
     if status is not None:
         message.running = status.running

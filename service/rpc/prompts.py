@@ -24,6 +24,9 @@ CHARACTERS_PER_TOKEN = 16
 """A text of more characters than so many per token that fits is first read in part: where that part alone is
 twice too long, the rest need not be tokenized to know it. (Twice, since a cut word may have more tokens.)"""
 
+MAX_MESSAGES = 16_384
+"""A million messages would keep a reading thread busy for seconds before the template even runs."""
+
 RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that a Chat has fields for."""
 
@@ -138,8 +141,11 @@ def read_conversation(chat: inference_pb2.Chat, violations: Violations) -> Conve
     """The plain data of a Chat; what is wrong with it is reported under "chat"."""
     if not chat.messages:
         violations.add("chat.messages", "is empty")
+    if len(chat.messages) > MAX_MESSAGES:
+        n_messages = len(chat.messages)
+        violations.add("chat.messages", f"has {n_messages} messages; at most {MAX_MESSAGES} are allowed")
     messages = []
-    for i, message in enumerate(chat.messages):
+    for i, message in enumerate(chat.messages[:MAX_MESSAGES]):
         messages.append(_read_message(message, f"chat.messages[{i}]", violations))
         if violations.is_full:
             break

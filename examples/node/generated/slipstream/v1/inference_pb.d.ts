@@ -122,6 +122,8 @@ export declare const TokenIdsSchema: GenMessage<TokenIds>;
  */
 export declare type Chat = Message$1<"slipstream.v1.Chat"> & {
   /**
+   * At least 1, at most 16,384.
+   *
    * @generated from field: repeated slipstream.v1.Message messages = 1;
    */
   messages: Message[];

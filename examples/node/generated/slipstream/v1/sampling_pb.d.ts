@@ -65,8 +65,9 @@ export declare type SamplingParams = Message<"slipstream.v1.SamplingParams"> & {
   minP?: number | undefined;
 
   /**
-   * The same seed, prompt and parameters give the same tokens, whatever else the server is doing.
-   * Default: a seed drawn for each request.
+   * The same seed, prompt and parameters give the same tokens. On the reference engine that holds
+   * whatever else the server is doing; on a GPU the last bits of a sum can depend on how many
+   * sequences share a step, and with them, rarely, a token. Default: a seed drawn for each request.
    *
    * @generated from field: optional uint64 seed = 7;
    */
@@ -74,7 +75,7 @@ export declare type SamplingParams = Message<"slipstream.v1.SamplingParams"> & {
 
   /**
    * Divide (positive) or multiply (negative) the logits of all tokens that occur in the prompt or
-   * the output. Default 1 (off). Range: above 0, at most 10.
+   * the output. Default 1 (off). Range 0.000001 to 10.
    *
    * @generated from field: optional float repetition_penalty = 8;
    */
