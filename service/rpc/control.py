@@ -17,7 +17,7 @@ from service.rpc.errors import Context, RpcError, invalid_field, retry_later
 from service.rpc.health_states import Condition
 from service.rpc.serving import Serving
 from service.rpc.violations import Range, Violations
-from worker.client import MetricData, Rejection, WorkerView
+from worker.client import MetricData, Rejection, WorkerState, WorkerView
 
 DEFAULT_PROFILE_STEPS = 32
 DEFAULT_PROFILE_TIMEOUT_S = 30.0
@@ -190,7 +190,8 @@ def _worker_status(view: WorkerView) -> control_pb2.WorkerStatus:
     if report.capacity is not None:
         message.slots = report.capacity.slots
         message.pages = report.capacity.pages
-        message.pages_free = report.capacity.pages  # until its first status says otherwise
+        if report.state is WorkerState.READY:
+            message.pages_free = report.capacity.pages  # until its first status says otherwise
     status = view.status
     if status is not None:
         message.running = status.running

@@ -70,6 +70,7 @@ def test_status_at_any_time(tiny_checkpoint: Path, workers: list[WorkerState], s
                     100, 2, "weights", "killed",
                 )  # fmt: skip
                 assert (second.running, second.engine) == (0, "simulated")
+                assert second.pages_free == 0, "a worker that does not run has nothing to give"
                 assert dict(reply.versions) == {"grpcio": "1", "numpy": "2"}
 
     run(scenario())
@@ -198,5 +199,15 @@ def test_calls_are_counted_by_status(tiny_checkpoint: Path) -> None:
             }
             while counts_of(harness) != expected:  # a client may have its error before the call is over
                 await asyncio.sleep(0.001)
+
+    run(scenario())
+
+
+def test_a_worker_that_has_sent_no_status_yet_has_all_its_pages_free(tiny_checkpoint: Path) -> None:
+    async def scenario() -> None:
+        async with rpc_server(tiny_checkpoint) as harness:
+            harness.pool.views = [WorkerView(view(0, READY).report, None)]
+            (worker,) = (await harness.operations.GetStatus(pb.GetStatusRequest())).workers
+            assert worker.pages_free == worker.pages == CAPACITY.pages > 0
 
     run(scenario())
