@@ -185,7 +185,7 @@ class Front:
         try:
             tokenizer = await asyncio.to_thread(load_tokenizer, path)
         except TokenizerError as error:
-            raise FrontError(f"{path}: {error}") from error
+            raise FrontError(str(error)) from error
         await self._pool.wait_connected()
         info, capacity = self._loaded_worker()
         self._serving.model = await asyncio.to_thread(self._served_model, tokenizer, info, capacity)

@@ -211,8 +211,9 @@ class _Worker:
         cause = self._failure or _describe_exit(exit_code)
         death = WorkerDeath(self.report.generation, exit_code)
         deaths = (*self.report.deaths, death)[-REMEMBERED_DEATHS:]
-        log.error("worker_died", worker=self.report.index, generation=death.generation, cause=cause)
         delay_s = self._delay_before_restart()
+        if delay_s is not None or not self._supervisor.has_fatal_error:  # that is told as the server's end
+            log.error("worker_died", worker=self.report.index, generation=death.generation, cause=cause)
         if delay_s is None:
             self._change(state=WorkerState.FAILED, pid=None, address=None, last_error=cause, deaths=deaths)
             return

@@ -137,25 +137,37 @@ def _chat_templates(
     folder: Path, config: Mapping[str, Any], named: Mapping[str, str]
 ) -> ChatTemplates | None:
     """Templates in files of their own come before the one in tokenizer_config.json."""
-    templates: dict[str, str] = {}
-    stated = config.get("chat_template")
-    if isinstance(stated, str):
-        templates["default"] = stated
-    elif isinstance(stated, list):
-        for entry in stated:
-            match entry:
-                case {"name": str(name), "template": str(text)}:
-                    templates[name] = text
+    templates = _stated_templates(config, "tokenizer_config.json")
     main = folder / "chat_template.jinja"
     files = {"default": main, **{p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}}
     for name, path in files.items():
         if path.is_file():
             templates[name] = _read_text(path)
     if not main.is_file():
-        alone = read_optional_json_object(folder / "chat_template.json").get("chat_template")
-        if isinstance(alone, str):
-            templates["default"] = alone
+        templates |= _stated_templates(
+            read_optional_json_object(folder / "chat_template.json"), "chat_template.json"
+        )
     return ChatTemplates(templates, named) if templates else None
+
+
+def _stated_templates(config: Mapping[str, Any], file: str) -> dict[str, str]:
+    """By name, from a key that holds one template or a list of named ones. Raises TokenizerError."""
+    match config.get("chat_template"):
+        case None:
+            return {}
+        case str(text):
+            return {"default": text}
+        case list(entries):
+            templates = {}
+            for entry in entries:
+                match entry:
+                    case {"name": str(name), "template": str(text)}:
+                        templates[name] = text
+                    case _:
+                        raise TokenizerError(f"chat_template of {file}: an entry has no name or no template.")
+            return templates
+        case _:
+            raise TokenizerError(f"chat_template of {file} is neither a text nor a list of named texts.")
 
 
 def _read_text(path: Path) -> str:

@@ -13,7 +13,8 @@ from service.text.tokenizer import TextTokenizer
 def load_tokenizer(path: Path) -> TextTokenizer:
     """Reads a Hugging Face folder or a .gguf file.
 
-    Raises TokenizerError for files that are missing, broken, or of a kind that is not supported.
+    Raises TokenizerError, naming the path, for files that are missing, broken, or of a kind that is not
+    supported.
     """
     parts = read_folder(path) if path.is_dir() else read_gguf(path)
     try:

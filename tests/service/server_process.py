@@ -52,6 +52,7 @@ def assert_one_error_line(returncode: int, stderr: str, part: str) -> None:
     errors = [line for line in stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1, stderr
     assert part in errors[0]
+    assert "[error " not in stderr, "the same told again as a log event"
 
 
 def free_port() -> int:

@@ -44,6 +44,12 @@ def of_unknown_architecture(model: Path) -> str:
     return "'HypotheticalForCausalLM' is not supported"
 
 
+def with_a_number_for_a_chat_template(model: Path) -> str:
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": 5}))
+    return "chat_template of tokenizer_config.json"
+
+
 def without_tokenizer(model: Path) -> str:
     (model / "tokenizer.json").write_text("{}")
     return "tokenizer.json"
@@ -51,7 +57,15 @@ def without_tokenizer(model: Path) -> str:
 
 @pytest.mark.parametrize(
     "spoil",
-    [cut_off, misshapen, incomplete, more_than_it_says, of_unknown_architecture, without_tokenizer],
+    [
+        cut_off,
+        misshapen,
+        incomplete,
+        more_than_it_says,
+        of_unknown_architecture,
+        without_tokenizer,
+        with_a_number_for_a_chat_template,
+    ],
 )
 def test_a_broken_checkpoint_is_one_line(
     spoil: Callable[[Path], str], tiny_checkpoint: Path, tmp_path: Path
@@ -62,3 +76,5 @@ def test_a_broken_checkpoint_is_one_line(
     flags = ("--engine", "reference", "--port", "0", "--metrics-port", "0")
     result = run_cli("serve", "--model", str(model), *flags)
     assert_one_error_line(result.returncode, result.stderr, problem)
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert line.count(str(model)) <= 1
