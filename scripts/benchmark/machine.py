@@ -31,12 +31,17 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _commit() -> str:
-    """With a mark if the files differ from it; "unknown" in a copy without history."""
+    """With a mark if files differ from it, results aside; "unknown" in a copy without history."""
     if shutil.which("git") is None:
         return "unknown"
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=10"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    return result.stdout.strip() or "unknown"
+    commit = _git("rev-parse", "--short=10", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!benchmarks")
+    return (commit + "-dirty" if changed else commit) or "unknown"
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    return result.stdout.strip()
 
 
 def _cpu_model() -> str:
