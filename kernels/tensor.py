@@ -11,6 +11,7 @@ class DType(Enum):
     """Element types of device buffers."""
 
     BF16 = "bf16"
+    F16 = "f16"
     F32 = "f32"
     E4M3 = "e4m3"
     I32 = "i32"
@@ -24,7 +25,8 @@ class DType(Enum):
 
 
 _BYTES = {
-    DType.BF16: 2, DType.F32: 4, DType.E4M3: 1, DType.I32: 4, DType.U32: 4, DType.U64: 8, DType.U8: 1,
+    DType.BF16: 2, DType.F16: 2, DType.F32: 4, DType.E4M3: 1, DType.I32: 4, DType.U32: 4, DType.U64: 8,
+    DType.U8: 1,
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from kernels.tensor import DType, Tensor
 
 NUMPY_TYPES: dict[DType, Any] = {
     DType.BF16: ml_dtypes.bfloat16,
+    DType.F16: np.float16,
     DType.E4M3: ml_dtypes.float8_e4m3fn,
     DType.F32: np.float32,
     DType.I32: np.int32,
