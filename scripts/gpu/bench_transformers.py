@@ -3,10 +3,11 @@
     PYTHONPATH=. python scripts/gpu/bench_transformers.py --out build/bench [--models qwen3-1.7b qwen3-8b]
     PYTHONPATH=. python scripts/gpu/bench_transformers.py --device cpu --dtype float32 --models tiny --quick
 
-bf16 weights, a static key-value cache, attention by scaled_dot_product_attention. Decode runs with
-torch.compile in CUDA graphs ("reduce-overhead") if it will; if it fails, plainly, and the note of the figure
-says why. Greedy, the next token chosen on the device. Prefill is never compiled: transformers compiles none.
-Needs torch and transformers (4.50 or newer, 5 too); of this project only the maker of random checkpoints.
+bf16 weights, a static key-value cache, attention by scaled_dot_product_attention. Decode runs in a CUDA graph
+of the plain step, and, while --budget lasts, with torch.compile ("reduce-overhead"); the better of the two is
+the figure, and its note tells the other, or why it did not run. Greedy, the next token chosen on the device.
+Prefill is never compiled: transformers compiles none. Each figure is written as soon as there is one. Needs
+torch and transformers (4.50 or newer, 5 too); of this project only the maker of random checkpoints.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import argparse
 import gc
 import inspect
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -30,8 +32,14 @@ from transformers import AutoModelForCausalLM, StaticCache
 from scripts.benchmark.figures import Figure, table
 
 PROMPT, STEPS = 128, 256
+COMPILE_S = 30
+"""Compiling is not begun with less time left."""
 PREFILL, PREFILL_ROWS = 2048, 8
 WIDTHS = (1, 8, 64)
+At = tuple[torch.Tensor, torch.Tensor]
+"""Tokens int64 [rows, 1] and their position int64 [1]."""
+Advance = Callable[[torch.Tensor, torch.Tensor, int], At]
+"""So many steps from a token and its position."""
 
 
 class Peer:
@@ -87,42 +95,104 @@ class Peer:
             torch.cuda.synchronize()
 
 
-def decode(peer: Peer, rows: int, options: argparse.Namespace) -> tuple[list[float], str]:
-    """Tokens/s of each repeat, context 128 → 384, and how it ran."""
-    if options.compile:
+class Decoding:
+    """Decode steps of `rows` sequences, context 128 → 384, on one cache: graphs hold its addresses."""
+
+    def __init__(self, peer: Peer, rows: int, options: argparse.Namespace) -> None:
+        self._peer, self._rows, self._options = peer, rows, options
+        self._cache = peer.cache(PROMPT + options.steps)
+        self._prompts = peer.prompts(rows, PROMPT)
+        self._rates: dict[str, list[float]] = {}
+        self._told: list[str] = []
+
+    def run(self, name: str) -> None:
+        """One way of decoding, by name: "CUDA graph", "compiled" or "plain". One that fails is told."""
+        arms = {"CUDA graph": self._graphed, "compiled": self._compiled, "plain": lambda: self._plain}
+        left = self._options.end - time.monotonic()
+        if name == "compiled" and left < COMPILE_S:
+            self._told.append(f"compiled: not run, {max(left, 0):.0f} s left")
+            return
         try:
-            torch._dynamo.reset()  # or the next width is compiled for any width
-            compiled = torch.compile(peer.step, mode="reduce-overhead", dynamic=False)
-            return _decode_runs(peer, compiled, rows, options), "static cache, compiled"
-        except Exception as error:  # noqa: BLE001 - whatever it cannot compile, it can run
-            reason = f"not compiled: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            torch._dynamo.reset()
-            return _decode_runs(peer, peer.step, rows, options), f"static cache, {reason}"
-    return _decode_runs(peer, peer.step, rows, options), "static cache, not compiled"
+            self._rates[name] = self._measure(arms[name]())
+        except Exception as error:  # noqa: BLE001 - whatever cannot be captured or compiled can be run plainly
+            traceback.print_exc()
+            self._told.append(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:160]}")
 
+    def figure(self, name: str) -> Figure:
+        """The fastest way's; the note tells the others. Runs the plain one if no other ran."""
+        if not self._rates:
+            self.run("plain")
+        best = max(self._rates, key=lambda way: statistics.median(self._rates[way]))
+        others = [f"{way} {statistics.median(runs):,.5g}" for way, runs in self._rates.items() if way != best]
+        return _row(
+            name, "tok/s", self._rates[best], "; ".join([f"static cache, {best}", *others, *self._told])
+        )
 
-def _decode_runs(peer: Peer, step: Callable[..., Any], rows: int, options: argparse.Namespace) -> list[float]:
-    """The cache is kept from run to run: graphs hold its addresses."""
-    cache = peer.cache(PROMPT + options.steps)
-    prompts = peer.prompts(rows, PROMPT)
-    rates = []
-    for repeat in range(options.repeats + 1):
-        cache.reset()
-        token = peer.prefill(prompts, cache)
-        position = torch.full((1,), PROMPT, dtype=torch.int64, device=peer.device)
-        for _ in range(4):
-            token = step(token, position, cache).clone()
-            position += 1
+    def _measure(self, advance: Advance) -> list[float]:
+        """Tokens/s of each repeat. The first, which compiles and captures, is not counted."""
+        rates = []
+        timed = self._options.steps - 4
+        for repeat in range(self._options.repeats + 1):
+            token, position = advance(*self._start(), 4)
+            seconds = self._peer.seconds(lambda at=(token, position): advance(*at, timed))
+            if repeat:
+                rates.append(self._rows * timed / seconds)
+        return rates
 
-        def run(token: torch.Tensor = token, position: torch.Tensor = position) -> None:
-            for _ in range(options.steps - 4):
-                token = step(token, position, cache).clone()
-                position += 1
+    def _start(self) -> At:
+        self._cache.reset()
+        token = self._peer.prefill(self._prompts, self._cache)
+        return token.clone(), torch.full((1,), PROMPT, dtype=torch.int64, device=self._peer.device)
 
-        seconds = peer.seconds(run)
-        if repeat:  # the first compiles and captures
-            rates.append(rows * (options.steps - 4) / seconds)
-    return rates
+    def _plain(self, token: torch.Tensor, position: torch.Tensor, steps: int) -> At:
+        return self._call(self._peer.step, token, position, steps)
+
+    def _compiled(self) -> Advance:
+        torch._dynamo.reset()  # or the next width is compiled for any width
+        step = torch.compile(self._peer.step, mode="reduce-overhead", dynamic=False)
+        return lambda token, position, steps: self._call(step, token, position, steps)
+
+    def _call(self, step: Callable[..., Any], token: torch.Tensor, position: torch.Tensor, steps: int) -> At:
+        for _ in range(steps):
+            token = step(token, position, self._cache).clone()
+            position = position + 1
+        return token, position
+
+    def _graphed(self) -> Advance:
+        """One CUDA graph of a plain step, which feeds its token to itself and steps its position forward."""
+        token, position = self._start()
+        side = torch.cuda.Stream()  # twice on another stream before a capture, as torch asks
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._peer.step(token, position, self._cache)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            token.copy_(self._peer.step(token, position, self._cache))
+            position.add_(1)
+
+        def advance(start: torch.Tensor, at: torch.Tensor, steps: int) -> At:
+            token.copy_(start)
+            position.copy_(at)
+            for _ in range(steps):
+                graph.replay()
+            return token.clone(), position.clone()
+
+        self._compare(advance)
+        return advance
+
+    def _compare(self, advance: Advance) -> None:
+        """Tells how many tokens are the plain step's: a graph that replays something else is no peer."""
+        tokens = []
+        for way in (self._plain, advance):
+            at, found = self._start(), []
+            for _ in range(8):
+                at = way(*at, 1)
+                found.append(at[0])
+            tokens.append(torch.cat(found, 1))
+        same = int((tokens[0] == tokens[1]).sum())
+        self._told.append(f"{same} of {tokens[0].numel()} tokens as without the graph")
 
 
 def prefill(peer: Peer, options: argparse.Namespace) -> tuple[list[float], list[float]]:
@@ -142,31 +212,31 @@ def prefill(peer: Peer, options: argparse.Namespace) -> tuple[list[float], list[
     return rates, first
 
 
-def measure(name: str, folder: Path, options: argparse.Namespace) -> list[Figure]:
-    """All rows of one model. A part that fails is told in the others' stead."""
-    figures: list[Figure] = []
+def measure(name: str, folder: Path, options: argparse.Namespace, keep: Callable[[Figure], None]) -> None:
+    """All rows of one model, each kept at once. A part that fails is told in the others' stead."""
     failures: list[str] = options.failures
     with torch.no_grad():
         began = time.perf_counter()
         peer = Peer(folder, options)
         peer.wait()
-        figures.append(Figure(f"{name} weights loaded", "s", (time.perf_counter() - began,)))
+        keep(Figure(f"{name} weights loaded", "s", (time.perf_counter() - began,)))
         if options.device == "cpu":  # on a GPU, rounding that depends on shapes may part them
             check_tokens(peer)
-        for rows in options.widths:
-            with _telling(f"{name} decode ×{rows}", failures):
-                rates, how = decode(peer, rows, options)
-                figures.append(_row(f"{name} decode ×{rows}", "tok/s", rates, how))
         with _telling(f"{name} prefill", failures):
             rates, first = prefill(peer, options)
-            figures.append(_row(f"{name} prefill {PREFILL_ROWS} × {options.prefill:,}", "tok/s", rates))
-            figures.append(_row(f"{name} first token of {options.prefill:,}", "ms", first))
-    del peer
+            keep(_row(f"{name} prefill {PREFILL_ROWS} × {options.prefill:,}", "tok/s", rates))
+            keep(_row(f"{name} first token of {options.prefill:,}", "ms", first))
+        decodings = {rows: Decoding(peer, rows, options) for rows in options.widths}
+        for way in (["CUDA graph"] if options.device == "cuda" else []) + ["compiled"] * options.compile:
+            for rows, decoding in decodings.items():
+                with _telling(f"{name} decode ×{rows} {way}", failures):
+                    decoding.run(way)
+                    keep(decoding.figure(f"{name} decode ×{rows}"))
+    del peer, decodings
     gc.collect()
     torch._dynamo.reset()
     if options.device == "cuda":
         torch.cuda.empty_cache()
-    return figures
 
 
 def _row(name: str, unit: str, runs: Sequence[float], note: str = "") -> Figure:
@@ -219,15 +289,21 @@ def make_checkpoint(name: str, folder: Path) -> None:
 def main() -> int:
     options = _options()
     options.failures = []
-    figures: list[Figure] = []
+    options.end = time.monotonic() + options.budget
+    figures: dict[str, Figure] = {}
+
+    def keep(figure: Figure) -> None:
+        figures[figure.name] = figure
+        _write(options, list(figures.values()))
+
     for name in options.models:
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.TemporaryDirectory(dir=in_memory) as folder:
             with _telling(name, options.failures):
                 make_checkpoint(name, Path(folder))
-                figures += measure(name, Path(folder), options)
-            _write(options, figures)
-    print(table(figures))
+                measure(name, Path(folder), options, keep)
+            _write(options, list(figures.values()))
+    print(table(list(figures.values())))
     return 1 if options.failures else 0
 
 
@@ -260,6 +336,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS, help="decode steps")
     parser.add_argument("--prefill", type=int, default=PREFILL, help="tokens of a prompt")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--budget", type=float, default=400, help="seconds after which nothing is compiled")
     parser.add_argument("--quick", action="store_true", help="one short repeat, to try the script")
     options = parser.parse_args()
     if options.quick:
