@@ -39,29 +39,28 @@ _PROMPT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Of one stream. Rows of `residual` and `delta` from `rows` on are the slots' carried rows."""
+    """Of the rows of a pass, or of those chosen from it. Of a pass, rows of `residual` and `attended` from
+    `rows` on are the slots' carried rows.
+    """
 
     residual: Tensor
-    """float32 or bf16 [rows + slots, hidden]."""
+    """bf16 [rows (+ slots), hidden]."""
     delta: Tensor
-    """bf16 [rows + slots, hidden]: what a product adds to the residual where it has a bias."""
+    """bf16 [rows, hidden]: what a product adds to the residual where it has a bias."""
     normed: Tensor
     """bf16 [rows, hidden]."""
     qkv: Tensor
     query: Tensor
     attended: Tensor
+    """bf16 [rows (+ slots), the widest layer's heads · head_dim]."""
     gate_up: Tensor
     activated: Tensor
-    workspace: Tensor
-    """u8, cuBLASLt's."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitBuffers:
     """What sampling works on, for at most `rows` rows at once."""
 
-    normed: Tensor
-    """bf16 [rows, hidden]."""
     logits: Tensor
     """float32 [rows, vocab]."""
     logprob_parts: Tensor
@@ -110,8 +109,6 @@ class BufferSizes:
     """Most decode rows, padding included."""
     positions: int
     """Of the longest sequence."""
-    residual: DType
-    """Of the residual stream."""
 
     @property
     def logit_rows(self) -> int:
@@ -141,7 +138,9 @@ class BufferPlan:
     def reserve(self, layout: Layout) -> None:
         """Everything but the KV pages."""
         sizes = self.sizes
-        reserve(layout, "activations", "main.", self._activations())
+        reserve(layout, "activations", "main.", self._activations(sizes.rows, carried=sizes.slots))
+        reserve(layout, "activations", "chosen.", self._activations(sizes.logit_rows))
+        layout.add("activations", "workspace", (WORKSPACE_BYTES,), DType.U8)
         for heads, decode in self._decode_shapes.items():
             reserve(layout, "activations", f"decode.{heads}.", decode.workspace())
         for key, decode in self._decode_plans.items():
@@ -189,30 +188,29 @@ class BufferPlan:
         vocab = self.config.vocab_size
         return SampleShape(self.sizes.width, vocab, vocab)
 
-    def _activations(self) -> Table:
-        rows, hidden = self.sizes.rows, self.config.hidden_size
-        with_carried = rows + self.sizes.slots
+    def _activations(self, rows: int, carried: int = 0) -> Table:
+        """carried: rows behind those of a pass; see Activations."""
+        hidden = self.config.hidden_size
         dense = [
             layer.feed_forward for layer in self.config.layers if isinstance(layer.feed_forward, DenseSpec)
         ]
         query = max(mixer.q_dim for mixer in self.mixers)
         intermediate = max(spec.intermediate for spec in dense)
-        return {
-            "residual": ((with_carried, hidden), self.sizes.residual),
-            "delta": ((with_carried, hidden), DType.BF16),
-            "normed": ((rows, hidden), DType.BF16),
-            "qkv": ((rows, max(mixer.q_dim + 2 * mixer.kv_dim for mixer in self.mixers)), DType.BF16),
-            "query": ((rows, query), DType.BF16),
-            "attended": ((rows, query), DType.BF16),
-            "gate_up": ((rows, 2 * intermediate), DType.BF16),
-            "activated": ((rows, intermediate), DType.BF16),
-            "workspace": ((WORKSPACE_BYTES,), DType.U8),
+        shapes = {
+            "residual": (rows + carried, hidden),
+            "delta": (rows, hidden),
+            "normed": (rows, hidden),
+            "qkv": (rows, max(mixer.q_dim + 2 * mixer.kv_dim for mixer in self.mixers)),
+            "query": (rows, query),
+            "attended": (rows + carried, query),
+            "gate_up": (rows, 2 * intermediate),
+            "activated": (rows, intermediate),
         }
+        return {name: (shape, DType.BF16) for name, shape in shapes.items()}
 
     def _logits(self) -> Table:
         rows, vocab = self.sizes.logit_rows, self.config.vocab_size
         return {
-            "normed": ((rows, self.config.hidden_size), DType.BF16),
             "logits": ((rows, vocab), DType.F32),
             "logprob_parts": (parts_shape(rows, vocab), DType.U8),
         }
@@ -224,6 +222,11 @@ class Buffers:
     def __init__(self, plan: BufferPlan, arena: Arena) -> None:
         self.plan = plan
         self.activations = bound(arena, "main.", Activations)
+        """Of a pass."""
+        self.chosen = bound(arena, "chosen.", Activations)
+        """Of at most logit_rows rows chosen from a prefill pass."""
+        self.workspace = arena.tensor("workspace")
+        """u8, cuBLASLt's."""
         self.logits = bound(arena, "logits.", LogitBuffers)
         self.sample = bound(arena, "sample.", SampleScratch)
         slots = {name: arena.tensor(f"slots.{name}") for name in plan.slot_shape.buffers()}
@@ -244,9 +247,12 @@ class Buffers:
         return bound(self._arena, f"decode_plan.{key}.", DecodePlan)
 
     def carry(self, stream: Stream, row: int, slot: int) -> None:
-        """Keeps a row of the residual stream for the slot's next pass."""
+        """Keeps a row that a pass left behind its last attention, for the slot's next pass."""
         target = self.plan.sizes.rows + slot
-        for buffer in (self.activations.residual, self.activations.delta):
+        mixer = self.plan.mixers[-1]
+        residual = self.activations.residual
+        attended = part(self.activations.attended, residual.shape[0], mixer.q_dim)
+        for buffer in (residual, attended):
             source = buffer.rows(row, row + 1)
             stream.copy_on_device(buffer.rows(target, target + 1).address, source.address, source.bytes)
 

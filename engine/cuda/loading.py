@@ -24,7 +24,7 @@ from engine.cuda.features import require_supported
 from engine.cuda.gemm import GemmPlanner
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Arena, Layout, memory_budget
-from engine.cuda.program import Parts
+from engine.cuda.parts import Parts
 from engine.cuda.programs import Programs, product_keys
 from engine.cuda.regions import Region
 from engine.cuda.sampling import results_region
@@ -143,7 +143,6 @@ class _Loading:
             slots=self._step.max_sequences,
             width=self._widths[-1],
             positions=options.max_sequence_length or self._config.max_sequence_length,
-            residual=self._settings.residual,
         )
         plan = BufferPlan(self._config, self._device.limits, sizes)
         stager = Stager(plan, self._widths, self._sizes)

@@ -12,16 +12,9 @@ from engine.cuda.device import Stream
 from engine.cuda.gemm import GemmKey
 from engine.cuda.graphs import Eager, Graph, Runnable, Runs
 from engine.cuda.memory import Arena
-from engine.cuda.program import (
-    Body,
-    Call,
-    DecodeRows,
-    KeyCollector,
-    Parts,
-    PrefillRows,
-    distinct_layers,
-    head_key,
-)
+from engine.cuda.parts import KeyCollector, Parts, distinct_layers
+from engine.cuda.program import final_norm, pass_to_last_attention, whole_pass
+from engine.cuda.rows import DecodeRows, PrefillRows
 from engine.cuda.sampling import Tail
 from engine.cuda.work import SampleKey
 
@@ -49,9 +42,9 @@ class Programs:
         self.decode: Runs[SampleKey] = Runs(self._make_decode)
         """A whole decode step."""
         self.prefill: Runs[int] = Runs(self._make_prefill)
-        """A prefill pass up to the last layer."""
+        """A prefill pass up to the last layer's attention."""
         self.first_tokens: Runs[SampleKey] = Runs(self._make_first_tokens)
-        """Final norm, head and sampling of the rows that end a prompt. Few launches, many keys: no graphs."""
+        """The rest, for the rows that end a prompt. Few launches, many keys: no graphs."""
         self.prompt_logprobs: Runs[int] = Runs(self._make_prompt_logprobs)
         """One group of prompt tokens."""
 
@@ -72,34 +65,31 @@ class Programs:
             runs.close()
 
     def _make_decode(self, key: SampleKey) -> Runnable:
-        body = Body(self.parts, DecodeRows(self.parts, key.width))
-        calls: list[Call] = [*body.calls, *self._tail(body.leaves_delta).decode(key)]
-        return self._replayed(self._stream, calls)
+        products = whole_pass(self.parts, DecodeRows(self.parts, key.width))
+        return self._replayed(self._stream, self._tail.decode(products, key))
 
     def _make_prefill(self, size: int) -> Runnable:
-        return self._replayed(self._stream, Body(self.parts, PrefillRows(self.parts, size)).calls)
+        return self._replayed(self._stream, pass_to_last_attention(self.parts, PrefillRows(self.parts, size)))
 
     def _make_first_tokens(self, key: SampleKey) -> Runnable:
-        return Eager(self._stream, self._tail(self._leaves_delta).first_tokens(key))
+        return Eager(self._stream, self._tail.first_tokens(key))
 
     def _make_prompt_logprobs(self, group: int) -> Runnable:
-        return Eager(self._stream, self._tail(self._leaves_delta).prompt_logprobs(group))
-
-    def _tail(self, adds_delta: bool) -> Tail:
-        return Tail(self.parts, self.results, adds_delta=adds_delta)
+        return Eager(self._stream, self._tail.prompt_logprobs(group))
 
     @property
-    def _leaves_delta(self) -> bool:
-        return self.parts.weights.layers[-1].feed_forward.down.bias is not None
+    def _tail(self) -> Tail:
+        return Tail(self.parts, self.results)
 
 
 def product_keys(parts: Parts, widths: Sequence[int], sizes: Sequence[int]) -> list[GemmKey]:
     """Every matrix product that the programs leave to cuBLASLt, each once: learnt by building them."""
     collector = KeyCollector()
     parts = replace(distinct_layers(parts), planner=collector)
-    for width in widths:
-        Body(parts, DecodeRows(parts, width))
+    logits = parts.buffers.logits.logits
+    for count in dict.fromkeys((*widths, parts.buffers.plan.sizes.logit_rows)):
+        products = whole_pass(parts, DecodeRows(parts, count))
+        products.head(final_norm(parts), parts.weights.head, logits.rows(0, count))
     for size in sizes:
-        Body(parts, PrefillRows(parts, size))
-    heads = dict.fromkeys((*widths, parts.buffers.plan.sizes.logit_rows))
-    return [*collector.keys, *(head_key(count, parts.config) for count in heads)]
+        whole_pass(parts, PrefillRows(parts, size))
+    return list(collector.keys)

@@ -1,4 +1,4 @@
-"""From the residual stream to sampled tokens and log-probabilities: the calls behind a program's last layer.
+"""From the residual stream to sampled tokens and log-probabilities: the calls behind a pass.
 
 Knows rows and slots, no layer. Results land in the results region, one group per kind of row.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from engine.cuda.buffers import part
 from engine.cuda.memory import Arena, Layout
-from engine.cuda.program import Call, Parts, head_key
+from engine.cuda.parts import Call, Parts
+from engine.cuda.products import Products
+from engine.cuda.program import final_norm, rest_of_last_layer
 from engine.cuda.regions import Region
 from engine.cuda.work import SampleKey
 from kernels.logprobs import MAX_ALTERNATIVES, LogprobOutputs, token_logprobs
-from kernels.norm import add_rms_norm
 from kernels.sampling import sample
 from kernels.tensor import DType, Tensor
 
@@ -37,22 +38,24 @@ def results_region(width: int, prompt_rows: int) -> Region:
 class Tail:
     """Makes the calls that follow a body."""
 
-    def __init__(self, parts: Parts, results: Arena, *, adds_delta: bool) -> None:
-        """results: the results region on the device. adds_delta: see Body.leaves_delta."""
+    def __init__(self, parts: Parts, results: Arena) -> None:
+        """results: the results region on the device."""
         self._parts = parts
         self._results = results
-        self._adds_delta = adds_delta
 
-    def decode(self, key: SampleKey) -> list[Call]:
-        """All rows of a decode body sample."""
+    def decode(self, products: Products, key: SampleKey) -> list[Call]:
+        """All rows of a whole pass sample. products: the pass's; its calls become part of the result."""
         slots = self._parts.staging.tensor("decode_slots").rows(0, key.width)
-        return [*self._logits(key.width), *self._sample(key, slots, "decode", first_token=False)]
+        self._logits(products)
+        return [*products.calls, *self._sample(key, slots, "decode", first_token=False)]
 
     def first_tokens(self, key: SampleKey) -> list[Call]:
-        """Those rows of a prefill body sample that end a prompt."""
+        """Those rows of a prefill pass sample that end a prompt."""
         rows = self._parts.staging.tensor("last_rows").rows(0, key.width)
         slots = self._parts.staging.tensor("first_slots").rows(0, key.width)
-        return [*self._logits(key.width, rows), *self._sample(key, slots, "first", first_token=True)]
+        products = rest_of_last_layer(self._parts, rows)
+        self._logits(products)
+        return [*products.calls, *self._sample(key, slots, "first", first_token=True)]
 
     def prompt_logprobs(self, group: int) -> list[Call]:
         """Of entries group · logit_rows … of the prompt lists."""
@@ -62,7 +65,8 @@ class Tail:
             self._parts.staging.tensor(f"prompt_{name}").rows(start, stop)
             for name in ("rows", "targets", "alternatives")
         )
-        outputs = self._outputs("prompt", start, stop)
+        products = rest_of_last_layer(self._parts, rows)
+        self._logits(products)
         buffers = self._parts.buffers
         report = token_logprobs(
             self._parts.library,
@@ -71,32 +75,13 @@ class Tail:
             alternatives=alternatives,
             slots=buffers.slots,
             parts=buffers.logits.logprob_parts,
-            outputs=outputs,
+            outputs=self._outputs("prompt", start, stop),
         )
-        return [*self._logits(count, rows), *report]
+        return [*products.calls, *report]
 
-    def _logits(self, count: int, row_index: Tensor | None = None) -> list[Call]:
-        """Final norm and head, of the first rows or of chosen ones."""
-        parts, activations = self._parts, self._parts.buffers.activations
-        residual, delta = activations.residual, activations.delta
-        if row_index is None:
-            residual, delta = residual.rows(0, count), delta.rows(0, count)
-        normed = parts.buffers.logits.normed.rows(0, count)
-        norm = add_rms_norm(
-            parts.library,
-            residual=residual,
-            weight=parts.weights.final_norm,
-            out=normed,
-            epsilon=parts.config.final_norm.eps,
-            delta=delta if self._adds_delta else None,
-            row_index=row_index,
-            weight_offset=parts.config.final_norm.weight_offset,
-        )
-        head = parts.planner.plan(head_key(count, parts.config)).bind(
-            x=normed, w=parts.weights.head, y=self._parts.buffers.logits.logits.rows(0, count),
-            workspace=activations.workspace,
-        )  # fmt: skip
-        return [norm, head]
+    def _logits(self, products: Products) -> None:
+        logits = self._parts.buffers.logits.logits.rows(0, products.rows)
+        products.head(final_norm(self._parts), self._parts.weights.head, logits)
 
     def _sample(self, key: SampleKey, row_slot: Tensor, group: str, *, first_token: bool) -> list[Call]:
         buffers, library = self._parts.buffers, self._parts.library

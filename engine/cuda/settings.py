@@ -8,7 +8,6 @@ from pathlib import Path
 from engine.cuda.gemm_cache import default_cache_folder as default_gemm_folder
 from engine.options import StepSizes
 from kernels.compiler import default_cache_folder as default_kernel_folder
-from kernels.tensor import DType
 
 SUITED_SIZES = StepSizes(max_sequences=64, max_step_tokens=8192, prefill_tokens_beside_decodes=256)
 """What serving takes where nothing is said. A slot costs 4 bytes of counts, and 4 of logits, for each token
@@ -34,8 +33,6 @@ class CudaSettings:
     """Replay graphs; else launch every kernel (to find which one fails)."""
     skinny: bool = True
     """Own kernels for products of at most 8 rows, not cuBLASLt."""
-    residual: DType = DType.BF16
-    """Of the residual stream; float32 rounds less and moves more."""
     dependent_launch: bool = True
     """Programmatic dependent launch, where the device has it."""
     kernel_folder: Path | None = field(default_factory=default_kernel_folder)

@@ -14,7 +14,9 @@ from engine.cuda.device import Event
 from engine.cuda.engine import CudaEngine
 from engine.cuda.gemm import Gemm
 from engine.cuda.graphs import Graph
-from engine.cuda.program import Body, Call, DecodeRows, PrefillRows
+from engine.cuda.parts import Call
+from engine.cuda.program import pass_to_last_attention, whole_pass
+from engine.cuda.rows import DecodeRows, PrefillRows
 from engine.cuda.sampling import Tail
 from engine.cuda.work import SampleKey
 from kernels.launch import Launch
@@ -25,15 +27,15 @@ _REPLAYS = 9
 def profile_decode(engine: CudaEngine, width: int) -> dict[str, float]:
     """Microseconds by kind of call, for a decode step of `width` rows whose state the slots hold."""
     programs = engine.parts.programs
-    body = Body(programs.parts, DecodeRows(programs.parts, width))
-    tail = Tail(programs.parts, programs.results, adds_delta=body.leaves_delta)
-    return _profile(engine, [*body.calls, *tail.decode(SampleKey(width, True, False))])
+    products = whole_pass(programs.parts, DecodeRows(programs.parts, width))
+    tail = Tail(programs.parts, programs.results)
+    return _profile(engine, tail.decode(products, SampleKey(width, True, False)))
 
 
 def profile_prefill(engine: CudaEngine, size: int) -> dict[str, float]:
     """The same for a pass of `size` rows, as the staging region describes it."""
     programs = engine.parts.programs
-    return _profile(engine, Body(programs.parts, PrefillRows(programs.parts, size)).calls)
+    return _profile(engine, pass_to_last_attention(programs.parts, PrefillRows(programs.parts, size)))
 
 
 def _profile(engine: CudaEngine, calls: Sequence[Call]) -> dict[str, float]:

@@ -23,7 +23,6 @@ from engine.cuda.staging import Stager
 from engine.errors import UnsupportedModelError
 from engine.interface import EngineCapacity, PageAssignment, PrefillChunk, Sampling, SlotStart, StepPlan
 from engine.plan_check import PlanLimits
-from kernels.tensor import DType
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from tests.cuda_scenarios import VOCAB, checkpoint
 from tests.parity.families import CASES, Case, build_checkpoint
@@ -62,7 +61,7 @@ class Bench:
     def __init__(self, folder: Path) -> None:
         with open_checkpoint(checkpoint(folder)) as opened:
             config = opened.config
-        sizes = BufferSizes(rows=128, slots=6, width=8, positions=256, residual=DType.F32)
+        sizes = BufferSizes(rows=128, slots=6, width=8, positions=256)
         self.plan = BufferPlan(config, HOPPER, sizes)
         self.stager = Stager(self.plan, decode_widths(6), prefill_sizes(128))
         capacity = EngineCapacity(6, 24, 256, 128, 2, True)
