@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from engine.errors import ModelError
+
+
+class Precision(StrEnum):
+    """How the weights of linear layers are held. Embedding lookups, norms and biases stay as they are."""
+
+    AUTO = "auto"
+    """What suits the checkpoint: q4 for GGUF files that are mostly Q4_0, fp8 for published FP8 weights with a
+    scale per row or tensor, else bf16."""
+    BF16 = "bf16"
+    Q4 = "q4"
+    """q4_0: blocks of 32 with one f16 scale; the head too."""
+    FP8 = "fp8"
+    """e4m3 with one float32 scale per output row; the head stays bf16."""
+
+
+class KvDtype(StrEnum):
+    """How keys and values are cached."""
+
+    AUTO = "auto"
+    """bf16; the reference engine keeps float32."""
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """e4m3 with one scale, a power of two, per page and kv head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +62,10 @@ class EngineOptions:
     """Token budget of one step; None takes what suits the engine."""
     kv_pages: int | None = None
     """KV pages; None sizes them from the memory budget."""
+    precision: Precision = Precision.AUTO
+    """Of the linear layers' weights."""
+    kv_dtype: KvDtype = KvDtype.AUTO
+    """Of cached keys and values."""
     memory_fraction: float = 0.9
     """Share of the device's (or, for the reference engine, of the host's free) memory to use."""
     threads: int | None = None
