@@ -68,10 +68,13 @@ class LogitBuffers:
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """One layer's cache, bf16 [pages, n_kv_heads, 64, head_dim] each."""
+    """One layer's cache: bf16 or e4m3 [pages, n_kv_heads, 64, head_dim] each."""
 
     k: Tensor
     v: Tensor
+    k_scale: Tensor | None
+    """float32 [pages, n_kv_heads], powers of two, with e4m3: a key is scale · what is stored."""
+    v_scale: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,8 @@ class BufferSizes:
     """Most decode rows, padding included."""
     positions: int
     """Of the longest sequence."""
+    kv: DType = DType.BF16
+    """Of keys and values in their pages: bf16 or e4m3."""
 
     @property
     def logit_rows(self) -> int:
@@ -160,7 +165,12 @@ class BufferPlan:
 
     def page_bytes(self) -> int:
         """Of one page over all layers, K and V."""
-        return sum(2 * mixer.kv_dim * PAGE_SIZE * DType.BF16.bytes for mixer in self.mixers)
+        return sum(2 * self._page_bytes(mixer) for mixer in self.mixers)
+
+    def _page_bytes(self, mixer: AttentionSpec) -> int:
+        """Of one layer's keys, with their scales."""
+        scales = mixer.n_kv_heads * DType.F32.bytes if self.sizes.kv is DType.E4M3 else 0
+        return mixer.kv_dim * PAGE_SIZE * self.sizes.kv.bytes + scales
 
     def reserve_pages(self, layout: Layout, pages: int) -> None:
         for index in self.config.attention_layers:
@@ -168,7 +178,9 @@ class BufferPlan:
             assert isinstance(mixer, AttentionSpec)
             for name in ("k", "v"):
                 shape = (pages, mixer.n_kv_heads, PAGE_SIZE, mixer.head_dim)
-                layout.add("kv_pages", f"kv.{index}.{name}", shape, DType.BF16)
+                layout.add("kv_pages", f"kv.{index}.{name}", shape, self.sizes.kv)
+                if self.sizes.kv is DType.E4M3:
+                    layout.add("kv_pages", f"kv.{index}.{name}_scale", shape[:2], DType.F32)
 
     def plan_key(self, mixer: AttentionSpec) -> SplitKey:
         """Layers with the same key share the list of decode splits."""
@@ -235,7 +247,11 @@ class Buffers:
         self._arena = arena
 
     def kv(self, layer: int) -> KvPages:
-        return bound(self._arena, f"kv.{layer}.", KvPages)
+        def find(name: str) -> Tensor | None:
+            return self._arena.tensor(name) if name in self._arena else None
+
+        k, v = (self._arena.tensor(f"kv.{layer}.{name}") for name in ("k", "v"))
+        return KvPages(k, v, find(f"kv.{layer}.k_scale"), find(f"kv.{layer}.v_scale"))
 
     def rope(self, mixer: AttentionSpec) -> RopeTable:
         return bound(self._arena, self.plan.rope_prefix(mixer), RopeTable)
