@@ -1,6 +1,7 @@
 // RMSNorm over rows, fused with the residual add before it and, where asked, with row quantisation.
 //
 // Bound by memory: each row is read once, held in registers, and written once. One block a row.
+#include "fp8.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "types.cuh"
@@ -16,27 +17,34 @@ constexpr int kVector = 8;  // elements a thread handles at once: 16 bytes of bf
 // residual[r] += delta[r]; out[r] = residual[r] / rms(residual[r]) · (weight_offset + weight).
 //
 // residual: Residual [·, hidden]. delta: bf16 [·, hidden] or null (nothing is added, residual stays as it is).
+// With kScaled delta holds the raw sums of an FP8 product: added is delta[r, n] · weight_scale[n] ·
+// row_scale[r], with delta_weight_scale float32 [hidden] and delta_row_scale float32 [·], indexed like delta.
 // row_index: null, or int32 [rows]: row r reads residual[row_index[r]] instead, adds delta[row_index[r]]
 // and leaves the residual alone, so that only the rows that sample are normalised.
 // out: bf16 [rows, hidden]; with kQuantize e4m3 [rows, hidden] and scale float32 [rows] = amax / 448.
 // blockDim.x · 8 · kChunks ≥ hidden; hidden % 8 = 0.
-template <typename Residual, bool kQuantize, int kChunks>
+template <typename Residual, bool kQuantize, bool kScaled, int kChunks>
 __global__ void __launch_bounds__(1024)
     add_rms_norm(Residual* __restrict__ residual, const bf16* __restrict__ delta,
+                 const float* __restrict__ delta_weight_scale, const float* __restrict__ delta_row_scale,
                  const bf16* __restrict__ weight, const int32* __restrict__ row_index, void* __restrict__ out,
                  float* __restrict__ scale, int32 hidden, float epsilon, float weight_offset) {
     __shared__ float scratch[2][32];
     float scaling[kChunks][kVector];  // weights do not depend on earlier kernels: fetched before the wait
+    float delta_scaling[kScaled ? kChunks : 1][kVector];
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         const int column = (c * blockDim.x + threadIdx.x) * kVector;
-        if (column < hidden) load_floats(weight + column, scaling[c]);
+        if (column >= hidden) continue;
+        load_floats(weight + column, scaling[c]);
+        if constexpr (kScaled) load_floats(delta_weight_scale + column, delta_scaling[c]);
     }
     wait_for_previous_kernels();
     allow_next_kernel();
 
     const int64 row = row_index ? row_index[blockIdx.x] : blockIdx.x;
     Residual* source = residual + row * hidden;
+    const float delta_scale = kScaled ? delta_row_scale[row] : 1.0f;
     float values[kChunks][kVector];
     float squares = 0.0f;
 #pragma unroll
@@ -47,6 +55,10 @@ __global__ void __launch_bounds__(1024)
         if (delta) {
             float added[kVector];
             load_floats(delta + row * hidden + column, added);
+            if constexpr (kScaled) {
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) added[j] *= delta_scaling[c][j] * delta_scale;
+            }
 #pragma unroll
             for (int j = 0; j < kVector; ++j)
                 values[c][j] = to_float(from_float<Residual>(values[c][j] + added[j]));
@@ -73,17 +85,16 @@ __global__ void __launch_bounds__(1024)
     }
     if constexpr (kQuantize) {
         largest = block_reduce(largest, Max{}, 0.0f, scratch[1]);
-        const float step = largest > 0.0f ? largest / kE4m3Max : 1.0f;
+        const float step = fp8_scale(largest);
+        const float inverse_step = 1.0f / step;
         if (threadIdx.x == 0) scale[blockIdx.x] = step;
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
             const int column = (c * blockDim.x + threadIdx.x) * kVector;
             if (column >= hidden) continue;
-            Vec<e4m3, kVector> packed;
 #pragma unroll
-            for (int j = 0; j < kVector; ++j) packed.at[j] = e4m3(values[c][j] / step);
-            *reinterpret_cast<Vec<e4m3, kVector>*>(static_cast<e4m3*>(out) + blockIdx.x * int64(hidden) +
-                                                   column) = packed;
+            for (int j = 0; j < kVector; ++j) values[c][j] *= inverse_step;
+            store_e4m3(static_cast<e4m3*>(out) + blockIdx.x * int64(hidden) + column, values[c]);
         }
     }
 }

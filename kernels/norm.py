@@ -29,14 +29,20 @@ VARIANTS = (
 )
 
 
-def _expression(residual: DType, quantise: bool, chunks: int) -> str:
-    return f"add_rms_norm<{_C_TYPES[residual]}, {str(quantise).lower()}, {chunks}>"
+def _expression(residual: DType, quantise: bool, scaled: bool, chunks: int) -> str:
+    return f"add_rms_norm<{_C_TYPES[residual]}, {str(quantise).lower()}, {str(scaled).lower()}, {chunks}>"
 
 
 UNITS = (
     CompileUnit(
         SOURCE,
-        tuple(_expression(r, q, v.chunks) for r in _C_TYPES for q in (False, True) for v in VARIANTS),
+        tuple(
+            _expression(residual, quantise, scaled, variant.chunks)
+            for residual in _C_TYPES
+            for quantise in (False, True)
+            for scaled in (False, True)
+            for variant in VARIANTS
+        ),
     ),
 )
 
@@ -49,6 +55,8 @@ def add_rms_norm(
     out: Tensor,
     epsilon: float,
     delta: Tensor | None = None,
+    delta_weight_scale: Tensor | None = None,
+    delta_row_scale: Tensor | None = None,
     scale: Tensor | None = None,
     row_index: Tensor | None = None,
     weight_offset: float = 0.0,
@@ -56,7 +64,8 @@ def add_rms_norm(
     """residual += delta (if given); out = residual / rms(residual) · (weight_offset + weight).
 
     residual   float32 or bf16 [rows, hidden], updated in place
-    delta      bf16 [rows, hidden]
+    delta      bf16 [rows, hidden]; of an FP8 product's raw sums also delta_weight_scale, float32 [hidden], and
+               delta_row_scale, float32 [rows]: added is the product of the three
     weight     bf16 [hidden]; hidden a multiple of 8, at most 16384
     out        bf16 [out rows, hidden], or e4m3 with `scale` float32 [out rows]: largest magnitude / 448
     row_index  int32 [out rows]: row r takes row row_index[r] of residual and delta; residual stays
@@ -71,6 +80,12 @@ def add_rms_norm(
         raise ValueError(f"{SOURCE}: no kernel from {residual.dtype.value} to {out.dtype.value}")
     if delta is not None:
         expect(SOURCE, "delta", delta, DType.BF16, residual.shape)
+    scaled = delta_weight_scale is not None and delta_row_scale is not None
+    if (delta_weight_scale is None) != (delta_row_scale is None) or (scaled and delta is None):
+        raise ValueError(f"{SOURCE}: delta, delta_weight_scale and delta_row_scale belong together")
+    if delta_weight_scale is not None and delta_row_scale is not None:
+        expect(SOURCE, "delta_weight_scale", delta_weight_scale, DType.F32, (hidden,))
+        expect(SOURCE, "delta_row_scale", delta_row_scale, DType.F32, residual.shape[:1])
     if quantise != (scale is not None):
         raise ValueError(f"{SOURCE}: scale belongs to an e4m3 result")
     if scale is not None:
@@ -84,10 +99,12 @@ def add_rms_norm(
     variant = next(v for v in VARIANTS if hidden <= v.max_hidden)
     per_thread = _VECTOR * variant.chunks
     threads = -(-hidden // (per_thread * 32)) * 32
-    kernel = library.kernel(SOURCE, _expression(residual.dtype, quantise, variant.chunks))
+    kernel = library.kernel(SOURCE, _expression(residual.dtype, quantise, scaled, variant.chunks))
     arguments = (
         residual,
         delta,
+        delta_weight_scale,
+        delta_row_scale,
         weight,
         row_index,
         out,

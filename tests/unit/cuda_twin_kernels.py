@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels.slots import SlotArrays
+from tests.unit import cuda_twin_fp8 as fp8
 from tests.unit import cuda_twin_rows as rows
 from tests.unit import cuda_twin_sampling as sampling
 from tests.unit.cuda_twin_memory import view
@@ -37,8 +38,10 @@ def _value(kind: str, address: int) -> Any:
 
 _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "embed": ("pppppiif", rows.embed),
-    "add_rms_norm": ("ppppppiff", rows.norm),
-    "gated_activation": ("ppi", rows.gated),
+    "add_rms_norm": ("ppppppppiff", rows.norm),
+    "gated_activation": ("ppppi", rows.gated),
+    "gated_activation_fp8": ("pppppi", rows.gated_quantised),
+    "quantise_rows": ("pppi", fp8.quantise),
     "skinny_product": ("ppppiiiff", rows.skinny),
     "rope_and_write": ("p" * 14 + "iiiiff", rows.rope),
     "plan_decode": ("ppppppiiii", rows.plan_decode),

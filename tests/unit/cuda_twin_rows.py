@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from tests.unit import cuda_twin_fp8 as fp8
 from tests.unit.cuda_twin_memory import BF16, C_TYPES, F32, I32, PAGE, array
 
 
@@ -38,6 +39,8 @@ def norm(
     kinds: list[str],
     residual: int,
     delta: int,
+    delta_weight_scale: int,
+    delta_row_scale: int,
     weight: int,
     row_index: int,
     out: int,
@@ -47,29 +50,72 @@ def norm(
     offset: float,
 ) -> None:
     rows = grid[0]
-    result = array(out, BF16, rows, hidden)
+    result = np.empty((rows, hidden), F32)
     weights = array(weight, BF16, hidden).astype(F32)
     dtype = C_TYPES[kinds[0]]
+    assert (kinds[2] == "true") == (delta_weight_scale != 0) == (delta_row_scale != 0)
     for row in range(rows):
         source = int(array(row_index, I32, rows)[row]) if row_index else row
         place = array(residual + source * hidden * dtype.itemsize, dtype, hidden)
         values = place.astype(F32)
         if delta:
-            values += array(delta + source * hidden * 2, BF16, hidden).astype(F32)
+            added = array(delta + source * hidden * 2, BF16, hidden).astype(F32)
+            if delta_weight_scale:
+                added *= array(delta_weight_scale, F32, hidden)
+                added *= array(delta_row_scale + source * 4, F32, 1)
+            values = (values + added).astype(dtype).astype(F32)
             if not row_index:
                 place[:] = values
         result[row] = values / np.sqrt(np.mean(values * values) + epsilon) * (offset + weights)
+    fp8.store(result, kinds[1] == "true", out, scale)
 
 
-def gated(grid: Any, kinds: list[str], gate_up: int, out: int, inter: int) -> None:
-    rows = grid[1]
+def gated(
+    grid: Any,
+    kinds: list[str],
+    gate_up: int,
+    weight_scale: int,
+    row_scale: int,
+    out: int,
+    inter: int,
+) -> None:
+    gated_rows(grid[1], kinds, gate_up, weight_scale, row_scale, out, 0, inter)
+
+
+def gated_quantised(
+    grid: Any,
+    kinds: list[str],
+    gate_up: int,
+    weight_scale: int,
+    row_scale: int,
+    out: int,
+    scale: int,
+    inter: int,
+) -> None:
+    gated_rows(grid[0] // int(kinds[2]), kinds, gate_up, weight_scale, row_scale, out, scale, inter)
+
+
+def gated_rows(
+    rows: int,
+    kinds: list[str],
+    gate_up: int,
+    weight_scale: int,
+    row_scale: int,
+    out: int,
+    scale: int,
+    inter: int,
+) -> None:
     both = array(gate_up, BF16, rows, 2 * inter).astype(F32)
+    assert (kinds[1] == "true") == (weight_scale != 0) == (row_scale != 0)
+    if weight_scale:
+        both *= array(weight_scale, F32, 2 * inter)
+        both *= array(row_scale, F32, rows)[:, None]
     gate, up = both[:, :inter], both[:, inter:]
     if kinds[0] == "true":
         gate = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
     else:
         gate = gate / (1 + np.exp(-gate))
-    array(out, BF16, rows, inter)[:] = gate * up
+    fp8.store(gate * up, scale != 0, out, scale)
 
 
 def skinny(
