@@ -40,6 +40,11 @@ class Q4Tiles:
     k: int
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """(n, k)."""
+        return self.n, self.k
+
+    @property
     def bytes(self) -> int:
         return self.quants.bytes + self.scales.bytes
 
