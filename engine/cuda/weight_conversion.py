@@ -33,6 +33,17 @@ def write_bf16(stored: StoredTensor, start: int, stop: int, target: NDArray[np.u
     round_to_bf16(part.to_float32(), target)
 
 
+def row_scales(stored: StoredTensor, start: int, stop: int) -> NDArray[np.float32]:
+    """The scale of each of the rows start … stop − 1, float32 [stop − start], of one per row or per tensor.
+
+    Raises ValueError for scales per block.
+    """
+    scale = _scale_rows(stored, start, stop)
+    if scale is None or stored.scale_block is not None:
+        raise ValueError(f"{stored.name} has no scale per row or tensor")
+    return np.broadcast_to(scale[:, 0], (stop - start,))
+
+
 def round_to_bf16(values: NDArray[np.float32], target: NDArray[np.uint16]) -> None:
     """Rounds to the nearest, ties to even; NaN stays NaN. `values` is used up.
 

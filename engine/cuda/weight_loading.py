@@ -1,8 +1,9 @@
 """Copies a checkpoint's weights into the device's arena: reader threads, pinned staging, one copy stream.
 
 A tensor is cut into pieces that fit a staging buffer. A reader thread takes a piece and a free buffer, reads
-(and if need be converts to bf16) the piece into it, and enqueues the copy; the buffer is free again once the
-copy is done. So file reads, conversion and copies overlap, and memory peaks at the weights plus the ring.
+(and if need be converts) the piece into it, and enqueues the copy and, in the q4 and fp8 tiers, the kernel
+that puts it into the tier's form; the buffer is free again once that is done. So file reads, conversion and
+copies overlap, and memory peaks at the weights plus the ring.
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from math import prod
 from queue import SimpleQueue
+from threading import Lock
 from time import perf_counter
 
-import numpy as np
-
 from engine.checkpoint import Checkpoint, TensorType
-from engine.checkpoint.tensor import Tensor as StoredTensor
+from engine.cuda import weight_pieces
 from engine.cuda.device import Device, Event, PinnedBuffer, Stream
 from engine.cuda.memory import Arena
-from engine.cuda.weight_conversion import row_step, write_bf16
+from engine.cuda.weight_pieces import Converter, Piece, QuantisedPiece, pieces, staging_in
 from engine.cuda.weights import device_weights
 from engine.interface import Progress
-from kernels.tensor import DType, Tensor
+from engine.options import Precision
+from kernels.launch import KernelLibrary
 
-STAGING_BYTES = 8 << 20
-"""Of one staging buffer, unless a block of rows needs more."""
 _BUFFERS_PER_THREAD = 2
 """One is filled while the other is copied."""
 _MOST_THREADS = 8
 _BACKLOG = 4
 """Pieces in hand per thread: enough to keep it busy, few enough to hold little."""
+_UNQUANTISED = (TensorType.BF16, TensorType.F16, TensorType.F32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +44,12 @@ class LoadReport:
     seconds: float
     converted: tuple[str, ...]
     """Stored types that were converted to bf16, most weights first; empty if all was bf16 already."""
+    requantised: tuple[str, ...] = ()
+    """Stored types of few bits that were decoded and quantised again, into the tier's; most weights first."""
 
     @property
     def bytes_per_second(self) -> float:
         return self.bytes / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a stored tensor, and where they go."""
-
-    stored: StoredTensor
-    start: int
-    stop: int
-    target: Tensor
-    """bf16 [stop − start, columns]."""
 
 
 @dataclass(slots=True)
@@ -75,69 +65,72 @@ def load_weights(
     arena: Arena,
     device: Device,
     *,
+    precision: Precision = Precision.BF16,
+    library: KernelLibrary | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> LoadReport:
     """Fills every tensor that reserve_weights reserved; returns when all have arrived.
 
-    threads: that read and convert; None takes the process's cores, at most 8. progress: hears "weights" and
-    the share done. Raises CheckpointError if a file has shrunk, CudaError.
+    precision: the tier, as the weights were reserved; for others than BF16 reserve_staging must have reserved
+    its buffer. library: weight_pieces.converting_units, for those tiers. threads: that read and convert; None
+    takes the process's cores, at most 8. progress: hears "weights" and the share done. Raises CheckpointError
+    if a file has shrunk, CudaError.
     """
     began = perf_counter()
-    weights = device_weights(checkpoint.config)
-    total = sum(prod(weight.shape) for weight in weights) * DType.BF16.bytes
-    converted: Counter[str] = Counter()
-    loader = _Loader(device, threads or min(_MOST_THREADS, len(os.sched_getaffinity(0))))
+    total = sum(weight.bytes for weight in device_weights(checkpoint.config, precision))
+    converter = None
+    if library is not None:
+        library.load_all()  # here, since readers would do so at the same time
+        converter = Converter(library, staging_in(arena))
+    tally = _Tally()
+    loader = _Loader(device, threads or min(_MOST_THREADS, len(os.sched_getaffinity(0))), converter)
     try:
-        done = 0
-        for piece in loader.run(pieces(checkpoint, arena)):
-            done += piece.target.bytes
-            if piece.stored.type is not TensorType.BF16:
-                converted[str(piece.stored.type)] += piece.target.bytes
+        for piece in loader.run(pieces(checkpoint, arena, precision)):
+            tally.count(piece)
             if progress is not None:
-                progress("weights", done / total)
+                progress("weights", tally.done / total)
     finally:
         loader.close()
-    return LoadReport(total, perf_counter() - began, tuple(name for name, _ in converted.most_common()))
+    return LoadReport(total, perf_counter() - began, _names(tally.converted), _names(tally.requantised))
 
 
-def pieces(checkpoint: Checkpoint, arena: Arena) -> Iterator[Piece]:
-    """All weights, cut to the size of a staging buffer."""
-    for weight in device_weights(checkpoint.config):
-        target = arena.tensor(weight.name)
-        row = 0
-        for part in weight.parts:
-            stored = checkpoint.tensor(part)
-            rows = stored.shape[0]
-            yield from cut(stored, target.rows(row, row + rows), STAGING_BYTES)
-            row += rows
+@dataclass(slots=True)
+class _Tally:
+    """Bytes on the device of the pieces that have arrived."""
+
+    done: int = 0
+    converted: Counter[TensorType] = field(default_factory=Counter)
+    """To bf16, by stored type."""
+    requantised: Counter[TensorType] = field(default_factory=Counter)
+
+    def count(self, piece: Piece) -> None:
+        self.done += piece.device_bytes
+        if isinstance(piece, QuantisedPiece):
+            if piece.stored.type not in _UNQUANTISED:
+                self.requantised[piece.stored.type] += piece.device_bytes
+        elif type(piece) is Piece and piece.stored.type is not TensorType.BF16:
+            self.converted[piece.stored.type] += piece.device_bytes
 
 
-def cut(stored: StoredTensor, target: Tensor, most_bytes: int) -> Iterator[Piece]:
-    """Pieces of whole rows, none of more than most_bytes on the device unless a step of rows is.
-
-    target: bf16 of the stored tensor's shape. A vector is one row.
-    """
-    matrix = target.view(len(stored.data), prod(target.shape) // len(stored.data))
-    rows, columns = matrix.shape
-    step = row_step(stored)
-    at_once = max(step, most_bytes // (columns * DType.BF16.bytes) // step * step)
-    for start in range(0, rows, at_once):
-        stop = min(rows, start + at_once)
-        yield Piece(stored, start, stop, matrix.rows(start, stop))
+def _names(counted: Counter[TensorType]) -> tuple[str, ...]:
+    return tuple(str(stored) for stored, _ in counted.most_common())
 
 
 class _Loader:
     """Threads, staging buffers and the copy stream, for the length of one load."""
 
-    def __init__(self, device: Device, threads: int) -> None:
+    def __init__(self, device: Device, threads: int, converter: Converter | None) -> None:
         self._threads = threads
+        self._converter = converter
+        self._sending = Lock()
+        """A piece's copy and kernel must not be parted by another's: they share the device's staging."""
         self._free: SimpleQueue[_Staging] = SimpleQueue()
         self._all: list[_Staging] = []
         self._stream: Stream = device.stream()
         self._pool = ThreadPoolExecutor(threads, "weights", initializer=device.make_current)
         for _ in range(threads * _BUFFERS_PER_THREAD):
-            self._all.append(_Staging(PinnedBuffer(STAGING_BYTES)))
+            self._all.append(_Staging(PinnedBuffer(weight_pieces.STAGING_BYTES)))
             self._free.put(self._all[-1])
 
     def run(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
@@ -156,14 +149,13 @@ class _Loader:
         staging = self._free.get()
         try:
             staging.copied.synchronize()
-            size = piece.target.bytes
-            if size > staging.buffer.size:
+            if piece.staged_bytes > staging.buffer.size:
                 staging.buffer.close()
-                staging.buffer = PinnedBuffer(size)
-            bits = staging.buffer.array(piece.target.shape, np.uint16)
-            write_bf16(piece.stored, piece.start, piece.stop, bits)
-            self._stream.copy_to_device(piece.target.address, staging.buffer.address, size)
-            self._stream.record(staging.copied)
+                staging.buffer = PinnedBuffer(piece.staged_bytes)
+            piece.write(staging.buffer)
+            with self._sending:
+                piece.send(self._stream, staging.buffer.address, self._converter)
+                self._stream.record(staging.copied)
         finally:
             self._free.put(staging)
         return piece

@@ -11,7 +11,7 @@ import pytest
 from cuda_support import Memory, needs_gpu, opened_device
 
 from engine.checkpoint import open_checkpoint
-from engine.cuda import weight_loading
+from engine.cuda import weight_pieces
 from engine.cuda.device import Device
 from engine.cuda.memory import Arena, Layout
 from engine.cuda.weight_loading import LoadReport, load_weights
@@ -88,7 +88,7 @@ def test_weights_larger_than_the_staging_ring(
     device: Device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Buffers are used many times over, and rows wider than one get a larger one."""
-    monkeypatch.setattr(weight_loading, "STAGING_BYTES", 100)
+    monkeypatch.setattr(weight_pieces, "STAGING_BYTES", 100)
     folder = make_tiny_checkpoint(tmp_path, vocab_size=1000, layers=3, dtype="f16")
     assert_loads(device, folder, threads=4)
 
@@ -99,7 +99,7 @@ def test_a_reader_that_fails_ends_the_load(
     def fail(*_: object) -> None:
         raise CheckpointError("the file has shrunk")
 
-    monkeypatch.setattr(weight_loading, "write_bf16", fail)
+    monkeypatch.setattr(weight_pieces, "write_bf16", fail)
     folder = make_tiny_checkpoint(tmp_path)
     with open_checkpoint(folder) as checkpoint:
         layout = Layout()

@@ -20,7 +20,7 @@ from engine.checkpoint.tensor import Tensor as StoredTensor
 from engine.config import AttentionSpec, DenseSpec, expected_tensors
 from engine.cuda.memory import Arena, Layout
 from engine.cuda.weight_conversion import round_to_bf16, write_bf16
-from engine.cuda.weight_loading import cut, pieces
+from engine.cuda.weight_pieces import cut, pieces
 from engine.cuda.weights import PART, device_weights, reserve_weights, weights_in
 from engine.errors import UnsupportedModelError
 from engine.quantization.tensor_type import TensorType
