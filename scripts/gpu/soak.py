@@ -34,7 +34,7 @@ from scripts.benchmark.server import serving
 from scripts.gpu.make_random_checkpoint import MODELS, make_random_checkpoint
 from scripts.gpu.soak_requests import Call, make_calls, make_subjects
 from scripts.gpu.soak_resources import Holdings, when_idle
-from scripts.gpu.soak_streams import Received, ask_alone, carry_out, find_fault, follows, why_wrong
+from scripts.gpu.soak_streams import Received, Widest, ask_alone, carry_out, find_fault, follows, why_wrong
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from service.cli.connection import Connection, control, inference
 
@@ -51,9 +51,10 @@ class Tally:
     endings: Counter[str] = field(default_factory=Counter)
     statuses: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
-    differing: list[tuple[Call, list[int]]] = field(default_factory=list)
+    differing: list[tuple[Call, Received]] = field(default_factory=list)
     """To be looked at again, where rounding may explain it."""
     faults: list[str] = field(default_factory=list)
+    widest: Widest = field(default_factory=Widest)
 
     def add(self, call: Call, request_id: str, received: Received, rounding: bool) -> None:
         self.endings[call.ending.value] += 1
@@ -62,7 +63,7 @@ class Tally:
         fault = find_fault(call, request_id, received)
         if fault is None and not follows(call, received):
             if rounding:
-                self.differing.append((call, received.tokens))
+                self.differing.append((call, received))
             else:
                 fault = _first_difference(received.tokens, call.subject.answer)
         if fault is not None:
@@ -164,6 +165,7 @@ async def soak(connection: Connection, options: argparse.Namespace) -> dict[str,
         "endings": dict(tally.endings),
         "statuses": dict(tally.statuses),
         "differing_by_rounding": len(tally.differing),
+        "widest": tally.widest.as_json(),
         "before": asdict(before),
         "after": asdict(after),
         "faults": len(tally.faults),
@@ -187,16 +189,17 @@ async def _run(
 
 async def _look_again(stub: Any, connection: Connection, tally: Tally, noise: float) -> None:
     """Each answer that differs from the one given alone; what begins a sound answer is sound."""
-    by_subject: dict[int, list[tuple[Call, list[int]]]] = {}
-    for call, tokens in tally.differing:
-        by_subject.setdefault(id(call.subject), []).append((call, tokens))
+    by_subject: dict[int, list[tuple[Call, Received]]] = {}
+    for call, received in tally.differing:
+        by_subject.setdefault(id(call.subject), []).append((call, received))
 
-    async def look(group: list[tuple[Call, list[int]]]) -> None:
+    async def look(group: list[tuple[Call, Received]]) -> None:
         sound: set[tuple[int, ...]] = set()
-        for call, tokens in sorted(group, key=lambda pair: -len(pair[1])):
-            if tuple(tokens) in sound:
+        for call, received in sorted(group, key=lambda pair: -len(pair[1].tokens)):
+            tokens = received.tokens
+            if tuple(tokens) in sound and not received.logprobs:
                 continue
-            reason = await why_wrong(stub, connection, call.subject, tokens, noise)
+            reason = await why_wrong(stub, connection, call.subject, received, noise, tally.widest)
             if reason is None:
                 sound |= {tuple(tokens[:length]) for length in range(1, len(tokens) + 1)}
             else:
@@ -233,6 +236,7 @@ def as_table(report: dict[str, Any]) -> str:
         ("endings", ", ".join(f"{count:,} {name}" for name, count in sorted(report["endings"].items()))),
         ("statuses", ", ".join(f"{count:,} {name}" for name, count in sorted(report["statuses"].items()))),
         ("answers that differ by rounding alone", f"{report['differing_by_rounding']:,}"),
+        ("widest of it, nats", ", ".join(f"{name} {value}" for name, value in report["widest"].items())),
     ]
     for name, label in (
         ("pages_in_use", "pages in use"),

@@ -7,7 +7,7 @@ other stream's. Knows no server.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -19,6 +19,8 @@ SHARED_PREFIX = 130
 """Tokens, two pages and a little, that every fourth subject begins with: prefix hits among strangers."""
 TOP_K = 8
 """Of all that is drawn: a token outside of the likeliest few is a wrong one."""
+MOST_LOGIT = 8.0
+"""Of random weights: the likeliest of 152 k tokens has 4.5 times the logits' spread, which is about 0.9."""
 
 
 class Ending(StrEnum):
@@ -47,9 +49,14 @@ class Subject:
 
     prompt: list[int]
     sampling: SamplingParams
-    top_ranks: int
-    """A token that is right has a rank of at most this among the raw logits; 1: greedy."""
+    top_k: int
+    """How many of the likeliest tokens it is drawn from; 1: greedy."""
     answer: list[int] = field(default_factory=list)
+
+    def allowance(self, seen: Mapping[int, int]) -> float:
+        """Nats by which penalties may have put a token before likelier ones, after the output `seen`."""
+        repetition = MOST_LOGIT * max(self.sampling.repetition_penalty - 1, 0.0)
+        return self.sampling.frequency_penalty * max(seen.values(), default=0) + repetition
 
     def request(self, request_id: str, priority: int = 0) -> GenerateRequest:
         return GenerateRequest(
@@ -134,7 +141,7 @@ def _answer_length(draw: random.Random, most: int) -> int:
 
 
 def _sampling(draw: random.Random, number: int, tokens: int) -> tuple[SamplingParams, int]:
-    """Half greedy, half drawn; and the rank that no right token exceeds. All have a seed: the simulated
+    """Half greedy, half drawn; and from how many of the likeliest. All have a seed: the simulated
     engine's tokens hang on it though they be greedy."""
     common = {"max_tokens": tokens, "ignore_eos": draw.random() < 0.5, "seed": draw.getrandbits(63)}
     match number % 8:
@@ -146,7 +153,7 @@ def _sampling(draw: random.Random, number: int, tokens: int) -> tuple[SamplingPa
             drawn = {"temperature": 1.3, "top_k": TOP_K, "min_p": 0.02, "logprobs": 3}
         case 7:
             drawn = {"temperature": 1.0, "top_k": TOP_K, "frequency_penalty": 0.1, "repetition_penalty": 1.02}
-            return SamplingParams(**common, **drawn), 64 * TOP_K
+            return SamplingParams(**common, **drawn), TOP_K
         case 4:
             return SamplingParams(**common, temperature=0.0, logprobs=0), 1
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,8 @@ class Received:
     status: grpc.StatusCode = grpc.StatusCode.OK
     details: str = ""
     tokens: list[int] = field(default_factory=list)
-    logprobs: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens, where they were asked for."""
     finish: int = 0
     usage: int = 0
     request_ids: set[str] = field(default_factory=set)
@@ -153,7 +155,7 @@ async def _finish(call: Any) -> Any:
 
 def _take(received: Received, message: Any) -> None:
     received.tokens.extend(message.token_ids)
-    received.logprobs += len(message.logprobs)
+    received.logprobs.extend(entry.token.logprob for entry in message.logprobs)
     received.finish = message.finish_reason or received.finish
     received.usage = message.usage.completion_tokens
     received.request_ids.add(message.request_id)
@@ -166,8 +168,8 @@ def find_fault(call: Call, request_id: str, received: Received) -> str | None:
     if received.request_ids - {request_id}:
         return f"messages of another request came: {received.request_ids}"
     sampling = call.subject.sampling
-    if received.tokens and sampling.HasField("logprobs") and received.logprobs != len(received.tokens):
-        return f"{received.logprobs} log-probabilities for {len(received.tokens)} tokens"
+    if received.tokens and sampling.HasField("logprobs") and len(received.logprobs) != len(received.tokens):
+        return f"{len(received.logprobs)} log-probabilities for {len(received.tokens)} tokens"
     if received.status is not grpc.StatusCode.OK:
         return None
     if received.usage != len(received.tokens):
@@ -187,24 +189,79 @@ def follows(call: Call, received: Received) -> bool:
     return received.tokens == answer[: len(received.tokens)]
 
 
+@dataclass(slots=True)
+class Widest:
+    """How far decoded tokens lay from what forced decoding gives: rounding, as long as it is little."""
+
+    greedy: float = 0.0
+    """Nats below the likeliest."""
+    drawn: float = 0.0
+    """Nats below the least likely of the top_k it was drawn from."""
+    logprob: float = 0.0
+    """Between a log-probability told while decoding and the forced one of the same token."""
+    squares: float = 0.0
+    """Sum of the last one's squares, over `logprobs` tokens."""
+    logprobs: int = 0
+
+    def add_logprob(self, difference: float) -> None:
+        self.logprob = max(self.logprob, abs(difference))
+        self.squares += difference * difference
+        self.logprobs += 1
+
+    def as_json(self) -> dict[str, float]:
+        rms = (self.squares / self.logprobs) ** 0.5 if self.logprobs else 0.0
+        return {
+            "greedy": round(self.greedy, 4),
+            "drawn": round(self.drawn, 4),
+            "logprob": round(self.logprob, 4),
+            "logprob_rms": round(rms, 5),
+            "logprobs": self.logprobs,
+        }
+
+
 async def why_wrong(
-    stub: InferenceStub, connection: Connection, subject: Subject, tokens: list[int], noise: float
+    stub: InferenceStub,
+    connection: Connection,
+    subject: Subject,
+    received: Received,
+    noise: float,
+    widest: Widest,
 ) -> str | None:
     """Forced decoding of an answer that differs from the one given alone; None if each of its tokens could
-    have been chosen there.
+    have been chosen there and had the log-probability that was told with it, both but for `noise` (nats).
 
-    A greedy one must be likeliest but for `noise` (nats); a drawn one among the likeliest few, twice as
-    many as it was drawn from, for rounding moves ranks.
+    A greedy token must be the likeliest; a drawn one no less likely than the last of those it was drawn from,
+    whose set rounding may change: a rank says nothing, since any number of tokens may be next to equal.
     """
+    forced = await _forced(stub, connection, subject, received.tokens)
+    seen = Counter[int]()
+    told = received.logprobs or [None] * len(received.tokens)
+    for index, (token, entry, logprob) in enumerate(zip(received.tokens, forced, told, strict=True)):
+        behind = entry.top[subject.top_k - 1].logprob - entry.token.logprob - subject.allowance(seen)
+        if subject.top_k == 1:
+            widest.greedy = max(widest.greedy, behind)
+        else:
+            widest.drawn = max(widest.drawn, behind)
+        if behind > noise:
+            return (
+                f"token {index} ({token}), rank {entry.rank}, is {behind:.3f} nats less likely than the last "
+                f"of the {subject.top_k} it was chosen from"
+            )
+        if logprob is not None:
+            widest.add_logprob(logprob - entry.token.logprob)
+            if abs(logprob - entry.token.logprob) > noise:
+                return f"token {index} ({token}) was told {logprob:.3f}, forced {entry.token.logprob:.3f}"
+        seen[token] += 1
+    return None
+
+
+async def _forced(
+    stub: InferenceStub, connection: Connection, subject: Subject, tokens: list[int]
+) -> list[Any]:
+    """The prompt log-probabilities of an answer's tokens, with as many alternatives as it chose from."""
     request = GenerateRequest(
         tokens=TokenIds(ids=[*subject.prompt, *tokens]),
-        sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=1),
+        sampling=SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=subject.top_k),
     )
     answer = await stub.Complete(request, metadata=connection.metadata(), timeout=PATIENCE_S)
-    entries = answer.prompt_logprobs[len(subject.prompt) - 1 :]
-    for index, (token, entry) in enumerate(zip(tokens, entries, strict=True)):
-        gap = entry.top[0].logprob - entry.token.logprob
-        is_right = gap <= noise if subject.top_ranks == 1 else entry.rank <= 2 * subject.top_ranks
-        if not is_right:
-            return f"token {index} ({token}) has rank {entry.rank}, {gap:.3f} below the likeliest"
-    return None
+    return list(answer.prompt_logprobs[len(subject.prompt) - 1 :])

@@ -44,13 +44,13 @@ def test_a_short_soak_of_a_served_model_finds_nothing(tmp_path: Path, tiny_check
 def whole_call() -> tuple[Call, Received]:
     """A greedy call of some length that ended well."""
     subjects = make_subjects(INFO, 16, seed=0, longest_prompt=100, most_tokens=40)
-    subject = next(s for s in subjects if s.top_ranks == 1 and s.sampling.max_tokens > 2)
+    subject = next(s for s in subjects if s.top_k == 1 and s.sampling.max_tokens > 2)
     subject.answer = list(range(3, 3 + subject.sampling.max_tokens))
     call = Call(0, subject, Ending.WHOLE, 0, 1.0, 0)
     received = Received(tokens=list(subject.answer), finish=FinishReason.FINISH_REASON_LENGTH)
     received.usage, received.request_ids = len(subject.answer), {"soak-0"}
     if subject.sampling.HasField("logprobs"):
-        received.logprobs = len(subject.answer)
+        received.logprobs = [-1.0] * len(subject.answer)
     return call, received
 
 
