@@ -1,17 +1,23 @@
-"""Which models the CUDA engine can run: everything else is refused by name, before anything is loaded."""
+"""What the CUDA engine can run, and in which precision; all else is refused by name, before any loading."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
+from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, expected_tensors
 from engine.errors import UnsupportedModelError
+from engine.options import KvDtype, Precision
 from kernels.attention_decode import MAX_GROUP
+from kernels.fp8 import MAX_COLUMNS as MAX_FP8_COLUMNS
+from kernels.fp8 import MIN_COMPUTE_CAPABILITY as FP8_CAPABILITY
+from kernels.q4 import BLOCK, TILE_ROWS
 from kernels.rope import HEAD_DIMS
 from kernels.sampling import MAX_VOCAB
 
 _VECTOR = 8
 """Elements that kernels load at once: every row is a multiple of it."""
+_FP8_MULTIPLE = 16
+"""Of n and k: cuBLASLt takes e4m3 rows that are aligned to 16 bytes only."""
 
 
 def require_supported(config: ModelConfig) -> None:
@@ -29,6 +35,45 @@ def require_supported(config: ModelConfig) -> None:
             "full or sliding attention (Llama, Mistral, Qwen2, Qwen3, SmolLM); the reference engine may "
             "run this one."
         )
+
+
+def why_not_precision(config: ModelConfig, precision: Precision, capability: tuple[int, int]) -> str | None:
+    """What stands in the way of holding this model's weights in that tier, as a clause; None if nothing does.
+
+    capability: the GPU's compute capability.
+    """
+    if precision is Precision.FP8 and capability < FP8_CAPABILITY:
+        return _too_old("fp8 weights need", capability)
+    for name, shape in expected_tensors(config).items():
+        is_head = name == ("embedding.weight" if config.tied_embeddings else "head.weight")
+        if len(shape) != 2 or not (name.startswith("layers.") or (is_head and precision is Precision.Q4)):
+            continue
+        complaint = _shape_complaint(*shape, precision)
+        if complaint:
+            return f"{name} is {shape[0]} × {shape[1]}, and {complaint}"
+    return None
+
+
+def why_not_kv_dtype(kv_dtype: KvDtype, capability: tuple[int, int]) -> str | None:
+    """What stands in the way of such a KV cache, as a clause; None if nothing does."""
+    if kv_dtype is KvDtype.FP8 and capability < FP8_CAPABILITY:
+        return _too_old("an fp8 KV cache needs", capability)
+    return None
+
+
+def _shape_complaint(n: int, k: int, precision: Precision) -> str | None:
+    if precision is Precision.Q4 and (n % TILE_ROWS or k % BLOCK):
+        return f"q4 holds matrices of multiples of {TILE_ROWS} rows and {BLOCK} columns only"
+    if precision is Precision.FP8 and (n % _FP8_MULTIPLE or k % _FP8_MULTIPLE):
+        return f"fp8 holds matrices of multiples of {_FP8_MULTIPLE} rows and columns only"
+    if precision is Precision.FP8 and k > MAX_FP8_COLUMNS:
+        return f"fp8 holds matrices of at most {MAX_FP8_COLUMNS} columns"
+    return None
+
+
+def _too_old(what_needs: str, capability: tuple[int, int]) -> str:
+    needed, there = ("{}.{}".format(*version) for version in (FP8_CAPABILITY, capability))
+    return f"{what_needs} compute capability {needed}, the GPU has {there}"
 
 
 def _model_features(config: ModelConfig) -> Iterator[str]:

@@ -5,7 +5,7 @@ Kernels compile while weights load; products are tuned and graphs captured once 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,37 +16,30 @@ from cuda.bindings import driver
 
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import ModelConfig
-from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
-from engine.cuda.buffers import BufferPlan, Buffers, BufferSizes, rope_values
+from engine.cuda.buffers import BufferPlan, Buffers, rope_values
 from engine.cuda.device import Device, Stream, check, cuda_version_text, driver_version
 from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
-from engine.cuda.features import require_supported
 from engine.cuda.gemm import GemmPlanner
 from engine.cuda.ledger import Ledger
-from engine.cuda.memory import Arena, Layout, memory_budget
+from engine.cuda.memory import Arena, memory_budget
 from engine.cuda.parts import Parts
+from engine.cuda.planning import EnginePlan, plan_engine
 from engine.cuda.programs import Programs, product_keys
-from engine.cuda.regions import Region
-from engine.cuda.sampling import results_region
-from engine.cuda.settings import SUITED_SIZES, CudaSettings
+from engine.cuda.settings import CudaSettings
 from engine.cuda.slot_state import SlotControl
-from engine.cuda.staging import Stager
 from engine.cuda.step import Collector, Flights
 from engine.cuda.weight_loading import LoadReport, load_weights
-from engine.cuda.weights import device_weights, reserve_weights, weights_in
-from engine.errors import ModelError
+from engine.cuda.weight_pieces import converting_units
+from engine.cuda.weights import device_weights, weights_in
 from engine.interface import EngineCapacity, EngineError, EngineInfo, Progress
-from engine.memory_plan import MemoryPlan, fit_pages
-from engine.options import EngineOptions, StepSizes
+from engine.options import EngineOptions
 from engine.plan_check import PlanLimits
-from kernels.compiler import nvrtc_version
+from engine.precision import own_precision, stored_elements
+from kernels.compiler import CompileUnit, nvrtc_version
 from kernels.errors import KernelError
 from kernels.launch import KernelLibrary
 from kernels.registry import all_units
 from kernels.tensor import DType, Tensor
-
-RESERVE_BYTES = 512 << 20
-"""Left free beside the arena: graphs, kernel code and the driver's own."""
 
 _SCRATCH_BYTES = 4 << 30
 """To tune in: all copies of a large model's head and more."""
@@ -67,7 +60,6 @@ def load_cuda_engine(
     """
     settings = settings or CudaSettings()
     with open_checkpoint(options.model) as checkpoint:
-        require_supported(checkpoint.config)
         return _Loading(checkpoint, options, settings, progress).run()
 
 
@@ -89,25 +81,23 @@ class _Loading:
         self._seconds: dict[str, float] = {}
         self._compiled = 0.0
         """Share of the kernels that is compiled; written by the thread that does it."""
-        self._step = options.sizes(SUITED_SIZES)
-        self._widths, self._sizes = _buckets(self._step, settings)
 
     def run(self) -> CudaEngine:
         with self._timed("total"), ThreadPoolExecutor(1, "kernels") as pool:
             with self._timed("context"):
                 self._device = Device.open(self._options.device)
             compiling = pool.submit(self._compile)
-            plan, stager, results = self._plan_buffers()
-            layout, memory = self._plan_memory(plan, [stager.region, results])
+            self._plan = plan = self._make_plan()
+            stager, results = plan.stager, plan.results
             stream = self._device.stream(priority=1)
-            arena = self._allocate(layout, stream)
-            buffers = Buffers(plan, arena)
+            arena = self._allocate(stream)
+            buffers = Buffers(plan.buffers, arena)
             report = self._load_weights(arena, buffers)
             library = self._library(compiling)
             planner = GemmPlanner(self._device, cache_folder=self._settings.gemm_folder)
             parts = Parts(
                 config=self._config,
-                weights=weights_in(arena, self._config),
+                weights=weights_in(arena, self._config, plan.tier.precision),
                 buffers=buffers,
                 staging=stager.region.on_device(arena),
                 library=library,
@@ -117,7 +107,7 @@ class _Loading:
             )
             self._tune(planner, parts, arena, stream)
             programs = self._capture(parts, results.on_device(arena), stream)
-            capacity = self._capacity(memory)
+            capacity = self._capacity()
             made = EngineParts(
                 device=self._device,
                 arena=arena,
@@ -125,74 +115,54 @@ class _Loading:
                 planner=planner,
                 stream=stream,
                 buffers=buffers,
-                ledger=Ledger(self._limits(capacity, plan)),
+                ledger=Ledger(self._limits(capacity)),
                 stager=stager,
                 slots=SlotControl(library, buffers, stager.region, parts.staging, stream),
                 programs=programs,
                 flights=Flights(FLIGHTS, stager.region, results),
                 collector=Collector(results, results.on_device(arena), stream),
             )
-        return CudaEngine(made, self._describe(memory, report, planner), capacity, self._seconds)
+        return CudaEngine(made, self._describe(report, planner), capacity, self._seconds)
 
-    # ---- plans, before anything is allocated
-
-    def _plan_buffers(self) -> tuple[BufferPlan, Stager, Region]:
-        options = self._options
-        sizes = BufferSizes(
-            rows=max(self._sizes[-1], self._widths[-1]),
-            slots=self._step.max_sequences,
-            width=self._widths[-1],
-            positions=options.max_sequence_length or self._config.max_sequence_length,
-        )
-        plan = BufferPlan(self._config, self._device.limits, sizes)
-        stager = Stager(plan, self._widths, self._sizes)
-        return plan, stager, results_region(sizes.width, stager.prompt_rows)
-
-    def _plan_memory(self, plan: BufferPlan, regions: list[Region]) -> tuple[Layout, MemoryPlan]:
-        layout = Layout()
-        reserve_weights(self._config, layout)
-        plan.reserve(layout)
-        for region in regions:
-            region.reserve(layout)
-        fixed = {**layout.bytes_by_part(), "reserve": RESERVE_BYTES}
-        budget = memory_budget(
-            self._device.total_bytes, self._device.free_bytes(), self._options.memory_fraction
-        )
-        memory = fit_pages(
-            fixed,
-            plan.page_bytes(),
+    def _make_plan(self) -> EnginePlan:
+        device = self._device
+        return plan_engine(
+            self._config,
             self._options,
-            model_length=self._config.max_sequence_length,
-            budget=budget,
+            self._settings,
+            device.limits,
+            own=own_precision(self._config, stored_elements(self._checkpoint)),
+            budget=memory_budget(device.total_bytes, device.free_bytes(), self._options.memory_fraction),
         )
-        plan.reserve_pages(layout, memory.pages)
-        return layout, memory
 
     # ---- parts, in order
 
     def _compile(self) -> KernelLibrary:
         with self._timed("kernels"):
-            return KernelLibrary.build(
-                all_units(),
-                self._device.limits.arch,
-                cache_folder=self._settings.kernel_folder,
-                progress=self._count_compiled,
-                dependent_launch=None if self._settings.dependent_launch else False,
-            )
+            return self._build(all_units(), self._count_compiled)
 
-    def _allocate(self, layout: Layout, stream: Stream) -> Arena:
+    def _build(
+        self, units: Sequence[CompileUnit], progress: Callable[[str, int, int], None] | None = None
+    ) -> KernelLibrary:
+        return KernelLibrary.build(
+            units,
+            self._device.limits.arch,
+            cache_folder=self._settings.kernel_folder,
+            progress=progress,
+            dependent_launch=None if self._settings.dependent_launch else False,
+        )
+
+    def _allocate(self, stream: Stream) -> Arena:
         """One block, all zeros: slot state starts so, and no page holds a NaN."""
         with self._timed("allocation"):
-            arena = Arena.allocate(layout, self._device)
+            arena = Arena.allocate(self._plan.layout, self._device)
             stream.fill(arena.address, 0, arena.bytes)
             stream.synchronize()
         return arena
 
     def _load_weights(self, arena: Arena, buffers: Buffers) -> LoadReport:
         with self._timed("weights"):
-            report = load_weights(
-                self._checkpoint, arena, self._device, progress=lambda _, share: self._hear("weights", share)
-            )
+            report = self._copy_weights(arena)
             for mixer in buffers.plan.ropes.values():
                 table = buffers.rope(mixer)
                 values = rope_values(mixer, buffers.plan.sizes.positions)
@@ -201,6 +171,24 @@ class _Loading:
                         driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes), "copying rope"
                     )
         return report
+
+    def _copy_weights(self, arena: Arena) -> LoadReport:
+        """The kernels that convert weights are built by themselves: all together may take long to compile."""
+        tier = self._plan.tier.precision
+        units = converting_units(tier)
+        converting = self._build(units) if units else None
+        try:
+            return load_weights(
+                self._checkpoint,
+                arena,
+                self._device,
+                precision=tier,
+                library=converting,
+                progress=lambda _, share: self._hear("weights", share),
+            )
+        finally:
+            if converting is not None:
+                converting.close()
 
     def _library(self, compiling: Future[KernelLibrary]) -> KernelLibrary:
         """The compiled kernels, loaded: a module must not be loaded during a capture."""
@@ -218,7 +206,7 @@ class _Loading:
         if not self._settings.tune:
             return
         with self._timed("tuning"):
-            keys = product_keys(parts, self._widths, self._sizes)
+            keys = product_keys(parts, self._plan.widths, self._plan.sizes)
             scratch = _pages_as_scratch(arena, parts.buffers.plan)
             planner.plan_all(keys, scratch=scratch, progress=lambda share: self._hear("tuning", share))
             if scratch is not None:
@@ -227,7 +215,8 @@ class _Loading:
 
     def _capture(self, parts: Parts, results: Arena, stream: Stream) -> Programs:
         graphs = self._settings.graphs
-        programs = Programs(parts, results, stream, widths=self._widths, sizes=self._sizes, graphs=graphs)
+        plan = self._plan
+        programs = Programs(parts, results, stream, widths=plan.widths, sizes=plan.sizes, graphs=graphs)
         with self._timed("graphs"):
             if self._settings.capture:
                 programs.capture_all(lambda share: self._hear("graphs", share))
@@ -236,19 +225,20 @@ class _Loading:
 
     # ---- what the engine says of itself
 
-    def _capacity(self, memory: MemoryPlan) -> EngineCapacity:
+    def _capacity(self) -> EngineCapacity:
+        step, memory = self._plan.step, self._plan.memory
         return EngineCapacity(
-            slots=self._step.max_sequences,
+            slots=step.max_sequences,
             pages=memory.pages,
             max_sequence_length=memory.max_sequence_length,
-            max_step_tokens=self._step.max_step_tokens,
+            max_step_tokens=step.max_step_tokens,
             pipeline_depth=PIPELINE_DEPTH,
             prefix_cacheable=not self._config.has_recurrent_state,
-            prefill_tokens_beside_decodes=self._step.prefill_tokens_beside_decodes,
+            prefill_tokens_beside_decodes=step.prefill_tokens_beside_decodes,
         )
 
-    def _limits(self, capacity: EngineCapacity, plan: BufferPlan) -> PlanLimits:
-        shape = plan.slot_shape
+    def _limits(self, capacity: EngineCapacity) -> PlanLimits:
+        shape = self._plan.buffers.slot_shape
         return PlanLimits(
             capacity,
             self._config.vocab_size,
@@ -256,16 +246,21 @@ class _Loading:
             logit_biases=shape.max_bias,
         )
 
-    def _describe(self, memory: MemoryPlan, report: LoadReport, planner: GemmPlanner) -> EngineInfo:
-        fallbacks = [f"weights stored as {stored} were converted to bf16" for stored in report.converted]
+    def _describe(self, report: LoadReport, planner: GemmPlanner) -> EngineInfo:
+        tier, memory = self._plan.tier, self._plan.memory
+        fallbacks = [
+            *tier.fallbacks,
+            *(f"weights stored as {stored} were converted to bf16" for stored in report.converted),
+            *(f"weights stored as {stored} were quantised anew" for stored in report.requantised),
+        ]
         if memory.shortened:
             fallbacks.append(memory.shortened)
         return EngineInfo(
             engine="cuda",
             architecture=self._config.architecture,
             device=self._device.name,
-            weight_dtype="bf16",
-            kv_dtype="bf16",
+            weight_dtype=str(tier.precision),
+            kv_dtype=str(tier.kv_dtype),
             parameters=sum(prod(weight.shape) for weight in device_weights(self._config)),
             layers=self._config.n_layers,
             hidden_size=self._config.hidden_size,
@@ -295,14 +290,6 @@ class _Loading:
         if self._progress is not None:
             start, end = _SHARES[stage]
             self._progress(stage, start + (end - start) * share)
-
-
-def _buckets(step: StepSizes, settings: CudaSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(decode widths, prefill sizes). Raises ModelError for more sequences than a step can hold."""
-    if step.max_sequences > MOST_WIDTH:
-        raise ModelError(f"max_sequences {step.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
-    widths = settings.decode_widths or decode_widths(step.max_sequences)
-    return widths, settings.prefill_sizes or prefill_sizes(step.max_step_tokens)
 
 
 def _pages_as_scratch(arena: Arena, plan: BufferPlan) -> Tensor | None:

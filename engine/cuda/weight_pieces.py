@@ -201,7 +201,9 @@ def cut(stored: StoredTensor, target: Weight, most_bytes: int) -> Iterator[Piece
 
 def converting_units(precision: Precision) -> tuple[CompileUnit, ...]:
     """The kernels that loading weights in that tier needs."""
-    return {Precision.Q4: q4.UNITS, Precision.FP8: fp8.UNITS}.get(precision, ())
+    if precision is Precision.Q4:
+        return q4.UNITS
+    return fp8.UNITS if precision is Precision.FP8 else ()
 
 
 def reserve_staging(config: ModelConfig, layout: Layout, precision: Precision) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from engine.cuda import engine as cuda_engine
-from engine.cuda import loading, programs, regions, step, weight_loading
+from engine.cuda import loading, planning, programs, regions, step, weight_loading
 from engine.cuda.gemm import Epilogue, GemmKey
 from engine.cuda.graphs import Eager
 from engine.cuda.settings import CudaSettings
@@ -198,7 +198,7 @@ def load_twin(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(loading, "Device", HostDevice)
     monkeypatch.setattr(loading, "KernelLibrary", HostLibrary)
     monkeypatch.setattr(loading, "GemmPlanner", HostPlanner)
-    monkeypatch.setattr(loading, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(planning, "RESERVE_BYTES", 0)
     monkeypatch.setattr(loading, "driver_version", lambda: 13000)
     copy = SimpleNamespace(cuMemcpyHtoD=lambda to, source, size: (ctypes.memmove(to, source, size) and 0,))
     monkeypatch.setattr(loading, "driver", copy)

@@ -1,0 +1,144 @@
+"""What an engine will take, decided before a byte is allocated: precision, steps, buffers, arena, KV pages.
+
+The one place this is decided: loading allocates what is planned here, and `slipstream plan` prints it. Needs
+no GPU, only its figures.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.config import ModelConfig
+from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
+from engine.cuda.buffers import BufferPlan, BufferSizes
+from engine.cuda.features import require_supported, why_not_kv_dtype, why_not_precision
+from engine.cuda.memory import Layout
+from engine.cuda.regions import Region
+from engine.cuda.sampling import results_region
+from engine.cuda.settings import SUITED_SIZES, CudaSettings
+from engine.cuda.staging import Stager
+from engine.cuda.weight_pieces import reserve_staging
+from engine.cuda.weights import reserve_weights
+from engine.errors import ModelError, UnsupportedModelError
+from engine.memory_plan import MemoryBudget, MemoryPlan, fit_pages
+from engine.options import EngineOptions, KvDtype, Precision, StepSizes
+from engine.precision import chosen_kv_dtype, chosen_precision
+from kernels.device import DeviceLimits
+from kernels.tensor import DType
+
+RESERVE_BYTES = 512 << 20
+"""Left free beside the arena: graphs, kernel code and the driver's own."""
+
+_KV_TYPES = {KvDtype.BF16: DType.BF16, KvDtype.FP8: DType.E4M3}
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """How weights and KV are held."""
+
+    precision: Precision
+    """Never AUTO."""
+    kv_dtype: KvDtype
+    """Never AUTO."""
+    fallbacks: tuple[str, ...] = ()
+    """What is held otherwise than one would expect, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """All sizes of an engine."""
+
+    config: ModelConfig
+    tier: Tier
+    step: StepSizes
+    widths: tuple[int, ...]
+    """Buckets of decode rows."""
+    sizes: tuple[int, ...]
+    """Buckets of prompt tokens."""
+    buffers: BufferPlan
+    stager: Stager
+    results: Region
+    layout: Layout
+    """The arena's, KV pages included."""
+    memory: MemoryPlan
+    budget: MemoryBudget
+
+
+def plan_engine(
+    config: ModelConfig,
+    options: EngineOptions,
+    settings: CudaSettings,
+    limits: DeviceLimits,
+    *,
+    own: Precision,
+    budget: MemoryBudget,
+) -> EnginePlan:
+    """Plans an engine for a model.
+
+    own: the checkpoint's own precision, for AUTO. budget: what the engine may take of the device.
+    Raises UnsupportedModelError for a model or a precision that the engine or the GPU cannot run, ModelError
+    for sizes that do not fit; both say what to change.
+    """
+    require_supported(config)
+    tier = choose_tier(config, options, own=own, capability=limits.compute_capability)
+    step = options.sizes(SUITED_SIZES)
+    widths, sizes = _buckets(step, settings)
+    buffers = BufferPlan(
+        config,
+        limits,
+        BufferSizes(
+            rows=max(sizes[-1], widths[-1]),
+            slots=step.max_sequences,
+            width=widths[-1],
+            positions=options.max_sequence_length or config.max_sequence_length,
+            kv=_KV_TYPES[tier.kv_dtype],
+        ),
+    )
+    stager = Stager(buffers, widths, sizes)
+    results = results_region(buffers.sizes.width, stager.prompt_rows)
+    layout = Layout()
+    reserve_weights(config, layout, tier.precision)
+    buffers.reserve(layout)
+    for region in (stager.region, results):
+        region.reserve(layout)
+    reserve_staging(config, layout, tier.precision)
+    memory = fit_pages(
+        {**layout.bytes_by_part(), "reserve": RESERVE_BYTES},
+        buffers.page_bytes(),
+        options,
+        model_length=config.max_sequence_length,
+        budget=budget,
+    )
+    buffers.reserve_pages(layout, memory.pages)
+    return EnginePlan(config, tier, step, widths, sizes, buffers, stager, results, layout, memory, budget)
+
+
+def choose_tier(
+    config: ModelConfig, options: EngineOptions, *, own: Precision, capability: tuple[int, int]
+) -> Tier:
+    """The precisions to hold the model in. What was asked for by name is taken or refused; AUTO gives way to
+    bf16 where the checkpoint's own cannot be had, and says so. Raises UnsupportedModelError.
+    """
+    precision = chosen_precision(options.precision, own)
+    kv_dtype = chosen_kv_dtype(options.kv_dtype)
+    fallbacks = []
+    reason = why_not_precision(config, precision, capability)
+    if reason is not None:
+        if options.precision is not Precision.AUTO:
+            raise UnsupportedModelError(f"{config.architecture} cannot run in {precision}: {reason}.")
+        fallbacks.append(f"weights are held in bf16, not in the checkpoint's own {precision}: {reason}")
+        precision = Precision.BF16
+    if precision is Precision.FP8:
+        fallbacks.append("the head is kept in bf16 in the fp8 tier")
+    reason = why_not_kv_dtype(kv_dtype, capability)
+    if reason is not None:
+        raise UnsupportedModelError(f"{config.architecture} cannot run so: {reason}.")
+    return Tier(precision, kv_dtype, tuple(fallbacks))
+
+
+def _buckets(step: StepSizes, settings: CudaSettings) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(decode widths, prefill sizes). Raises ModelError for more sequences than a step can hold."""
+    if step.max_sequences > MOST_WIDTH:
+        raise ModelError(f"max_sequences {step.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
+    widths = settings.decode_widths or decode_widths(step.max_sequences)
+    return widths, settings.prefill_sizes or prefill_sizes(step.max_step_tokens)
