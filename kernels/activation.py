@@ -107,8 +107,8 @@ def gated_activation_fp8(
 ) -> Launch:
     """out = activation(gate) · up, quantised by rows: scale = largest magnitude / 448.
 
-    gate_up       bf16 [rows, 2 · inter], gate first: an FP8 product's raw sums; inter a multiple of 8, at most
-                  32768
+    gate_up       bf16 [rows, 2 · inter], gate first: an FP8 product's raw sums; inter a multiple of 8, at
+                  most 32768
     weight_scale  float32 [2 · inter] and row_scale, float32 [rows]: what the raw sums are multiplied by
     out           [rows, inter]
 

@@ -64,8 +64,8 @@ def add_rms_norm(
     """residual += delta (if given); out = residual / rms(residual) · (weight_offset + weight).
 
     residual   float32 or bf16 [rows, hidden], updated in place
-    delta      bf16 [rows, hidden]; of an FP8 product's raw sums also delta_weight_scale, float32 [hidden], and
-               delta_row_scale, float32 [rows]: added is the product of the three
+    delta      bf16 [rows, hidden]; of an FP8 product's raw sums also delta_weight_scale, float32 [hidden],
+               and delta_row_scale, float32 [rows]: added is the product of the three
     weight     bf16 [hidden]; hidden a multiple of 8, at most 16384
     out        bf16 [out rows, hidden], or e4m3 with `scale` float32 [out rows]: largest magnitude / 448
     row_index  int32 [out rows]: row r takes row row_index[r] of residual and delta; residual stays

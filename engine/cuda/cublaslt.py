@@ -162,10 +162,12 @@ class Product:
     """The descriptors of one key: the operation and the layouts of W, x and y."""
 
     def __init__(self, key: GemmKey) -> None:
-        """Raises ValueError for types it does not know."""
+        """Raises ValueError for types it does not know, and for e4m3 of sizes that cannot be."""
         unknown = [dtype.value for dtype in (key.x, key.w, key.y) if dtype not in _TYPES]
         if unknown:
             raise ValueError(f"{key}: no matrix products of {', '.join(unknown)}")
+        if key.misfit is not None:
+            raise ValueError(f"{key}: {key.misfit}")
         self.key = key
         self.w_layout = int(cublasLt.matrix_layout_create(_TYPES[key.w], key.k, key.n, key.k))
         self.x_layout = int(cublasLt.matrix_layout_create(_TYPES[key.x], key.k, key.rows, key.k))
@@ -186,6 +188,8 @@ def operation(key: GemmKey, bias: int) -> int:
     descriptor = int(cublasLt.matmul_desc_create(int(ComputeType.COMPUTE_32F), _CUDA_R_32F))
     attributes = cublasLt.MatmulDescAttribute
     _set_operation(descriptor, attributes.TRANSA, ctypes.c_int32(_TRANSPOSED))
+    if key.is_fp8:
+        _set_operation(descriptor, attributes.FAST_ACCUM, ctypes.c_int8(1))
     _set_operation(descriptor, attributes.EPILOGUE, ctypes.c_uint32(int(_EPILOGUES[key.epilogue])))
     if key.epilogue is Epilogue.BIAS:
         _set_operation(descriptor, attributes.BIAS_DATA_TYPE, ctypes.c_int32(_TYPES[key.y]))

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from kernels.tensor import DType
 
+FP8_MULTIPLE = 16
+"""Of n and of k, for cuBLASLt to multiply e4m3."""
+
 
 class Epilogue(StrEnum):
     """What happens to the float32 product on its way to y."""
@@ -21,7 +24,11 @@ class Epilogue(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GemmKey:
-    """A product: y[rows, n] = x[rows, k] · W[n, k]ᵀ, all row-major and contiguous, float32 sums."""
+    """A product: y[rows, n] = x[rows, k] · W[n, k]ᵀ, all row-major and contiguous, float32 sums.
+
+    x and W are bf16, or both e4m3. Products of e4m3 know no scales: y holds the raw sums, to be multiplied by
+    the scales where they are read. They cannot overflow: |sum| ≤ 448² · k.
+    """
 
     rows: int
     n: int
@@ -36,6 +43,23 @@ class GemmKey:
         """As files and messages have it, e.g. "8×4096×2048 bf16·bf16→bf16 add": rows × n × k."""
         sizes = f"{self.rows}×{self.n}×{self.k}"
         return f"{sizes} {self.x.value}·{self.w.value}→{self.y.value} {self.epilogue.value}"
+
+    @property
+    def is_fp8(self) -> bool:
+        return DType.E4M3 in (self.x, self.w)
+
+    @property
+    def misfit(self) -> str | None:
+        """Why there can be no such product, for types and sizes alone; None if there may be."""
+        if not self.is_fp8:
+            return None
+        if self.x is not self.w:
+            return "e4m3 is multiplied by e4m3 alone"
+        if self.epilogue is not Epilogue.NONE:
+            return "the raw sums of e4m3 take no epilogue: their scales come later"
+        if not fits_fp8(self.n, self.k):
+            return f"n and k of e4m3 must be multiples of {FP8_MULTIPLE}"
+        return None
 
     @property
     def flops(self) -> int:
@@ -54,3 +78,8 @@ class GemmKey:
             + self.rows * self.k * self.x.bytes
             + (self.rows * self.n + added) * self.y.bytes
         )
+
+
+def fits_fp8(n: int, k: int) -> bool:
+    """Whether a weight [n, k] of e4m3 can be multiplied by."""
+    return n % FP8_MULTIPLE == 0 and k % FP8_MULTIPLE == 0

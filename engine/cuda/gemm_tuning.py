@@ -25,6 +25,7 @@ from engine.cuda.gemm_cache import Tuned
 from engine.cuda.gemm_key import Epilogue, GemmKey
 from engine.cuda.gemm_plan import Gemm, GemmPlan
 from engine.cuda.memory import aligned
+from engine.quantization.fp8 import E4M3_MAX
 from kernels.tensor import DType, Tensor
 
 CANDIDATES = 32
@@ -44,7 +45,9 @@ _FEWEST_CALLS = 2
 _NOISE_ELEMENTS = (1 << 20) + 8
 """Of each block of noise that operands are filled from; not a power of two, so that rows differ."""
 _WEIGHT_SPREAD = 0.02
-"""Standard deviation of the weights; the inputs' is 1, as behind a norm."""
+"""Standard deviation of bf16 weights; the inputs' is 1, as behind a norm."""
+_FP8_SPREAD = 100.0
+"""Of e4m3, weights and inputs: normal rows whose largest magnitude is 448."""
 _NUMPY_TYPES: dict[DType, Any] = {
     DType.BF16: ml_dtypes.bfloat16,
     DType.E4M3: ml_dtypes.float8_e4m3fn,
@@ -189,9 +192,9 @@ class Tuner:
             weights.append(cut.tensor((key.n, key.k), key.w))
         for tensor in (x, c, bias):
             if tensor is not None:
-                self._fill(tensor, 1.0)
+                self._fill(tensor, _FP8_SPREAD if tensor.dtype is DType.E4M3 else 1.0)
         for tensor in weights:
-            self._fill(tensor, _WEIGHT_SPREAD)
+            self._fill(tensor, _FP8_SPREAD if tensor.dtype is DType.E4M3 else _WEIGHT_SPREAD)
         self._stream.synchronize()
         return Operands(x, tuple(weights), y, c, bias, workspace)
 
@@ -272,6 +275,6 @@ class _Graph:
 
 
 def _noise(spread: float, dtype: DType) -> NDArray[Any]:
-    """Normal random numbers of that standard deviation."""
+    """Normal random numbers of that standard deviation, within what e4m3 can hold."""
     values = np.random.default_rng(0).standard_normal(_NOISE_ELEMENTS, np.float32) * np.float32(spread)
-    return values.astype(_NUMPY_TYPES[dtype])
+    return values.clip(-E4M3_MAX, E4M3_MAX).astype(_NUMPY_TYPES[dtype])

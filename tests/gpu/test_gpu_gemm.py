@@ -19,11 +19,13 @@ from kernel_support import assert_close
 
 from engine.cuda.device import CudaError, Device, check
 from engine.cuda.gemm import WORKSPACE_BYTES, Epilogue, Gemm, GemmKey, GemmPlanner
+from engine.cuda.gemm_key import fits_fp8
+from engine.quantization.fp8 import quantise_rows
 from kernels.tensor import DType, Tensor
 
 pytestmark = needs_gpu
 ROOT = Path(__file__).resolve().parents[2]
-BF16 = ml_dtypes.bfloat16
+BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 ROWS = (1, 2, 3, 7, 8, 16, 17, 31, 33, 64, 65, 200, 256, 2048)
 SHAPES = {
     "qwen3-1.7b qkv": (4096, 2048),
@@ -37,6 +39,9 @@ SHAPES = {
     "smollm2 qkv": (960, 576),
     "awkward": (104, 72),
 }
+FP8_ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 65, 200, 256, 2000)
+FP8_ERROR = 2**-8
+"""Of a raw sum, in terms of the root of its squared terms' sum."""
 HEADS = {"qwen3-1.7b head": (151936, 2048), "qwen3-8b head": (151936, 4096)}
 COLUMNS = 96
 """Of the output are computed in float64 too; all of it is checked for being written."""
@@ -252,6 +257,40 @@ def test_buffers_that_do_not_fit_are_refused(planner: GemmPlanner, memory: Memor
         plan.bind(x=Tensor(x.address + 2, (4, 32), DType.BF16), w=w, y=y, workspace=scratch)
     with pytest.raises(ValueError, match="4×64×32 i32·bf16→bf16 none: no matrix products of i32"):
         planner.plan(GemmKey(4, 64, 32, x=DType.I32))
+
+
+@pytest.mark.parametrize("name", [*SHAPES])
+def test_raw_sums_of_e4m3(planner: GemmPlanner, memory: Memory, rng: np.random.Generator, name: str) -> None:
+    """As quantised rows are: normal, the largest magnitude of a row 448."""
+    n, k = SHAPES[name]
+    if not fits_fp8(n, k):
+        n, k = 112, 80
+    keys = {rows: GemmKey(rows, n, k, x=DType.E4M3, w=DType.E4M3) for rows in FP8_ROWS}
+    planner.plan_all(key for rows, key in keys.items() if rows & (rows - 1) == 0)
+    host_x, host_w = (
+        quantise_rows(rng.standard_normal((rows, k), np.float32)).data.view(E4M3)
+        for rows in (FP8_ROWS[-1], n)
+    )
+    x, w, scratch = memory.upload(host_x), memory.upload(host_w), workspace(memory)
+    columns = np.unique(np.concatenate([[0, n - 1], rng.integers(0, n, COLUMNS)]))
+    host_x, host_w = host_x.astype(np.float64), host_w[columns].astype(np.float64)
+    want, size = host_x @ host_w.T, np.sqrt((host_x**2) @ (host_w**2).T)
+    y_all = memory.empty((FP8_ROWS[-1], n), DType.BF16)
+    for rows, key in keys.items():
+        memory.poison(y_all)
+        y = y_all.rows(0, rows)
+        run(planner.device, planner.plan(key).bind(x=x.rows(0, rows), w=w, y=y, workspace=scratch))
+        got = memory.download(y_all.rows(0, min(rows + 1, FP8_ROWS[-1])))
+        assert np.isfinite(got[:rows].astype(np.float32)).all(), key
+        assert np.isnan(got[rows:].astype(np.float32)).all(), f"{key} wrote beyond its rows"
+        assert_close(str(key), got[:rows, columns], want[:rows], rtol=2**-8, atol=FP8_ERROR * size[:rows])
+
+
+def test_products_of_e4m3_that_cannot_be_are_refused(planner: GemmPlanner) -> None:
+    with pytest.raises(ValueError, match=r"16×104×64 e4m3·e4m3→bf16 none: n and k .* multiples of 16"):
+        planner.plan(GemmKey(16, 104, 64, x=DType.E4M3, w=DType.E4M3))
+    with pytest.raises(ValueError, match="take no epilogue"):
+        planner.plan(GemmKey(16, 64, 64, x=DType.E4M3, w=DType.E4M3, epilogue=Epilogue.ADD))
 
 
 def test_a_product_the_library_has_not_is_named(planner: GemmPlanner) -> None:

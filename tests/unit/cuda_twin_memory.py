@@ -13,8 +13,17 @@ from kernels.slots import SlotArrays
 from kernels.tensor import DType, Tensor
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 F16, F32, I32, U32, U8 = (np.dtype(t) for t in (np.float16, np.float32, np.int32, np.uint32, np.uint8))
-_TYPES = {DType.BF16: BF16, DType.F16: F16, DType.F32: F32, DType.I32: I32, DType.U32: U32, DType.U8: U8}
+_TYPES = {
+    DType.BF16: BF16,
+    DType.E4M3: E4M3,
+    DType.F16: F16,
+    DType.F32: F32,
+    DType.I32: I32,
+    DType.U32: U32,
+    DType.U8: U8,
+}
 C_TYPES = {"float": F32, "bf16": BF16}
 PAGE = 64
 
