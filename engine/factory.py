@@ -22,12 +22,20 @@ def load_engine(options: EngineOptions, progress: Progress | None = None) -> Eng
     Raises ModelError, with one clear message, for a model that cannot be used, an engine that is not
     there or sizes that do not fit.
     """
-    if options.engine != "auto":
-        return _load(options.engine, options, progress)
+    engine = (
+        _load_auto(options, progress)
+        if options.engine == "auto"
+        else _load(options.engine, options, progress)
+    )
+    for reason in engine.info.fallbacks:
+        log.info("engine_fallback", engine=engine.info.engine, reason=reason)
+    return engine
+
+
+def _load_auto(options: EngineOptions, progress: Progress | None) -> Engine:
     reason = _why_no_cuda(options.device)
     if reason is None:
         return _load("cuda", options, progress)
-    log.info("cuda_not_used", reason=reason)
     engine = _load("reference", options, progress)
     fallback = f"the reference engine runs instead of the CUDA engine: {reason}"
     engine.info = replace(engine.info, fallbacks=(fallback, *engine.info.fallbacks))

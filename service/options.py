@@ -20,6 +20,9 @@ ENVIRONMENT_PREFIX = "SLIPSTREAM_"
 EngineChoice = Literal["auto", "cuda", "reference", "simulated"]
 PrefillPolicy = Literal["together", "alternating"]
 """As in the worker's scheduler, whose modules are slow to import; a test compares the two."""
+PrecisionChoice = Literal["auto", "bf16", "q4", "fp8"]
+KvDtypeChoice = Literal["auto", "bf16", "fp8"]
+"""Both as in the engine's options; a test compares them."""
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -63,6 +66,19 @@ class ServeOptions:
             "cuda needs an NVIDIA GPU; reference runs on any machine; simulated answers at once with "
             "meaningless tokens, for load tests; auto takes cuda where it can.",
         ),
+    ] = "auto"
+    precision: Annotated[
+        PrecisionChoice,
+        About(
+            "Engine",
+            "How weights are held: bf16 as trained; q4 in under a third of the memory, fastest for few "
+            "streams; fp8 in half, fastest for many streams and long prompts. auto keeps what the files have: "
+            "q4 for GGUF Q4_0, fp8 for published FP8, else bf16.",
+        ),
+    ] = "auto"
+    kv_dtype: Annotated[
+        KvDtypeChoice,
+        About("Engine", "How keys and values are cached; fp8 holds twice the tokens. auto is bf16."),
     ] = "auto"
     workers: Annotated[int, About("Engine", "Worker processes. With cuda, one for each GPU.")] = 1
     device: Annotated[

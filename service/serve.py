@@ -25,7 +25,15 @@ from service.options import ServeOptions
 from service.ports import PortReservation, PortUnavailable
 from service.secrets import check_secrets
 from service.shutdown import ServerFailed, Shutdown, StoppedAtOnce
-from worker.client import EngineInfo, EngineOptions, SchedulerOptions, WorkerFailed, WorkerOptions
+from worker.client import (
+    EngineInfo,
+    EngineOptions,
+    KvDtype,
+    Precision,
+    SchedulerOptions,
+    WorkerFailed,
+    WorkerOptions,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -186,6 +194,8 @@ def worker_options(options: ServeOptions, model: Path) -> WorkerOptions:
         max_sequence_length=options.max_sequence_length,
         max_step_tokens=options.max_step_tokens,
         kv_pages=options.kv_pages,
+        precision=Precision(options.precision),
+        kv_dtype=KvDtype(options.kv_dtype),
         memory_fraction=options.memory_fraction,
         threads=options.threads,
         simulated_step_us=options.simulated_step_us,

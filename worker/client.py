@@ -21,7 +21,7 @@ from engine.interface import (
     Sampling,
     TokenLogprobs,
 )
-from engine.options import EngineOptions
+from engine.options import EngineOptions, KvDtype, Precision
 from worker.generation import (
     AnswerFinished,
     AnswerStarted,
@@ -96,10 +96,12 @@ __all__ = [
     "KernelBuild",
     "KernelEntry",
     "KernelToolsError",
+    "KvDtype",
     "MetricData",
     "MetricsRegistry",
     "ModelError",
     "PoolOptions",
+    "Precision",
     "ProfileDone",
     "RejectReason",
     "Rejection",

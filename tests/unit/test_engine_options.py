@@ -10,7 +10,7 @@ import pytest
 
 from engine.errors import ModelError
 from engine.factory import load_engine
-from engine.options import EngineOptions, StepSizes
+from engine.options import EngineOptions, KvDtype, Precision, StepSizes
 from service import options as service_options
 from service.options import ServeOptions, option_fields
 from service.serve import worker_options
@@ -65,6 +65,16 @@ def test_the_service_offers_the_workers_prefill_policies() -> None:
     """Written twice: `slipstream --help` is not to wait for the worker's imports."""
     offered, known = service_options.PrefillPolicy, scheduling_options.PrefillPolicy
     assert get_args(offered) == get_args(known)
+
+
+def test_the_service_offers_the_engines_precisions() -> None:
+    assert get_args(service_options.PrecisionChoice) == tuple(Precision)
+    assert get_args(service_options.KvDtypeChoice) == tuple(KvDtype)
+
+
+def test_precisions_reach_the_engines_options() -> None:
+    serving = worker_options(ServeOptions(precision="q4", kv_dtype="fp8"), Path())
+    assert (serving.engine.precision, serving.engine.kv_dtype) == (Precision.Q4, KvDtype.FP8)
 
 
 def test_help_tells_each_engines_sizes() -> None:
