@@ -72,8 +72,8 @@ class ServeOptions:
         About(
             "Engine",
             "How weights are held: bf16 as trained; q4 in under a third of the memory, fastest for few "
-            "streams; fp8 in half, fastest for many streams and long prompts. auto keeps what the files have: "
-            "q4 for GGUF Q4_0, fp8 for published FP8, else bf16.",
+            "streams; fp8 in half, fastest for many streams and long prompts. auto keeps what the files "
+            "have: q4 for GGUF Q4_0, fp8 for published FP8, else bf16.",
         ),
     ] = "auto"
     kv_dtype: Annotated[
