@@ -25,11 +25,14 @@ class PrefillVariant:
 
     head_dim: int
     warps: int
+    """Of each part."""
     tiles_m: int
     """16-row tiles per warp."""
     keys: int
     """Keys per stage; divides the page."""
     min_blocks: int
+    parts: int
+    """Parts of a block that share a tile's keys."""
     when: str
 
     @property
@@ -38,38 +41,60 @@ class PrefillVariant:
         return self.warps * self.tiles_m * 16
 
     @property
-    def shared_bytes(self) -> int:
-        """The query tile and two stages of keys and values."""
-        return self.rows * self.head_dim * 2 + 4 * self.keys * self.head_dim * 2
+    def threads(self) -> int:
+        return self.warps * self.parts * 32
 
     @property
-    def expression(self) -> str:
-        shape = f"{self.head_dim}, {self.warps}, {self.tiles_m}, {self.keys}, {self.min_blocks}"
-        return f"attention_prefill<{shape}>"
+    def shared_bytes(self) -> int:
+        """The query tile and, for each part, two stages of keys and values."""
+        return self.rows * self.head_dim * 2 + self.parts * 4 * self.keys * self.head_dim * 2
+
+    def expression(self, pages: DType) -> str:
+        """The kernel for pages of this type."""
+        shape = f"{self.head_dim}, {self.warps}, {self.tiles_m}, {self.keys}, {self.min_blocks}, {self.parts}"
+        return f"attention_prefill<{shape}, {pages.value}>"
 
 
 VARIANTS = (
-    PrefillVariant(64, 4, 2, 64, 2, "always"),
-    PrefillVariant(128, 4, 2, 64, 2, "98 KB of shared memory: every device from 8.0 on"),
-    PrefillVariant(256, 8, 1, 32, 1, "128 KB of shared memory"),
-    PrefillVariant(256, 4, 1, 32, 1, "less shared memory"),
+    PrefillVariant(64, 4, 2, 64, 2, 1, "always"),
+    PrefillVariant(64, 4, 2, 64, 1, 2, "few tiles"),
+    PrefillVariant(128, 4, 2, 64, 2, 1, "98 KB of shared memory: every device from 8.0 on"),
+    PrefillVariant(128, 4, 2, 64, 1, 2, "few tiles, and 160 KB of shared memory"),
+    PrefillVariant(256, 8, 1, 32, 1, 1, "128 KB of shared memory"),
+    PrefillVariant(256, 4, 1, 32, 1, 1, "less shared memory"),
 )
 
-_SPILLS_A_LITTLE = frozenset({VARIANTS[1].expression})
-"""4 to 16 bytes on sm_80 and sm_100a (none on sm_90a): less than what smaller tiles would cost."""
-
-UNITS = tuple(CompileUnit(SOURCE, (v.expression,), (), _SPILLS_A_LITTLE) for v in VARIANTS)
+FEW_WAVES = 4
+"""Blocks per multiprocessor up to which a tile's keys are shared by two parts of a block."""
 
 
-def pick_variant(limits: DeviceLimits, head_dim: int) -> PrefillVariant:
-    """The first variant of this head size that fits. Raises ValueError if there is none."""
-    for variant in VARIANTS:
-        fits = variant.shared_bytes + 2048 <= limits.shared_bytes_per_block
-        if variant.head_dim == head_dim and fits:
-            return variant
-    raise ValueError(
-        f"{SOURCE}: no variant for head_dim {head_dim} in {limits.shared_bytes_per_block} B of shared memory"
+def _units() -> tuple[CompileUnit, ...]:
+    """Variants of head size 128 spill 4 to 52 bytes here and there: less than smaller tiles would cost."""
+    pairs = [(v, v.expression(pages)) for v in VARIANTS for pages in (DType.BF16, DType.E4M3)]
+    return tuple(
+        CompileUnit(SOURCE, (name,), (), frozenset({name} if v.head_dim == 128 else ())) for v, name in pairs
     )
+
+
+UNITS = _units()
+
+
+def pick_variant(limits: DeviceLimits, head_dim: int, blocks: int | None = None) -> PrefillVariant:
+    """The variant for a launch of so many blocks; None: more than any. All of them have the same `rows`.
+
+    Raises ValueError if no variant of this head size fits.
+    """
+    few = blocks is not None and blocks <= FEW_WAVES * limits.multiprocessors
+    fitting = [
+        variant
+        for variant in VARIANTS
+        if variant.head_dim == head_dim and variant.shared_bytes + 2048 <= limits.shared_bytes_per_block
+    ]
+    if not fitting:
+        room = f"{limits.shared_bytes_per_block} B of shared memory"
+        raise ValueError(f"{SOURCE}: no variant for head_dim {head_dim} in {room}")
+    shared = [v for v in fitting if few and v.parts > 1 and v.rows == fitting[0].rows]
+    return shared[0] if shared else fitting[0]
 
 
 def tile_list(
@@ -113,15 +138,20 @@ def attention_prefill(
     out: Tensor,
     scale: float,
     window: int | None = None,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    variant: PrefillVariant | None = None,
 ) -> Launch:
     """Causal softmax(scale · q·k) · v of the rows that the tiles cover; other rows are not written.
 
-    query, out       bf16 [rows, n_heads, head_dim], head_dim 64, 128 or 256
-    k_pages, v_pages bf16 [pages, n_kv_heads, 64, head_dim]; the segments' own keys are in them already
-    block_table      int32 [slots, width]
-    tiles            int32 [most tiles, 8] from tile_list, made for pick_variant's variant
-    n_tiles          int32 [1]: how many of them count
-    window           keys a row sees, its own included; None: all before it
+    query, out         bf16 [rows, n_heads, head_dim], head_dim 64, 128 or 256
+    k_pages, v_pages   bf16 or e4m3 [pages, n_kv_heads, 64, head_dim]; the segments' own keys are in them
+    k_scales, v_scales float32 [pages, n_kv_heads], with e4m3 pages only: powers of two
+    block_table        int32 [slots, width]
+    tiles              int32 [most tiles, 8] from tile_list, made for pick_variant's variant
+    n_tiles            int32 [1]: how many of them count
+    window             keys a row sees, its own included; None: all before it
+    variant            None takes pick_variant's for this many rows
 
     Raises ValueError for shapes that do not fit.
     """
@@ -129,18 +159,34 @@ def attention_prefill(
     n_kv_heads = k_pages.shape[1]
     expect(SOURCE, "query", query, DType.BF16, (rows, n_heads, head_dim))
     expect(SOURCE, "out", out, DType.BF16, query.shape)
-    expect(SOURCE, "k_pages", k_pages, DType.BF16, (None, n_kv_heads, PAGE_SIZE, head_dim))
-    expect(SOURCE, "v_pages", v_pages, DType.BF16, k_pages.shape)
+    _expect_pages(k_pages, v_pages, k_scales, v_scales, head_dim)
     expect(SOURCE, "block_table", block_table, DType.I32, (None, None))
     expect(SOURCE, "tiles", tiles, DType.I32, (None, TILE_INTS))
     expect(SOURCE, "n_tiles", n_tiles, DType.I32, (1,))
     if n_heads % n_kv_heads:
         raise ValueError(f"{SOURCE}: {n_heads} heads cannot share {n_kv_heads} kv heads evenly")
-    variant = pick_variant(limits, head_dim)
-    kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=variant.shared_bytes)
+    if variant is None:
+        variant = pick_variant(limits, head_dim)
+        variant = pick_variant(limits, head_dim, -(-rows * n_heads // variant.rows))
+    name = variant.expression(k_pages.dtype)
+    kernel = library.kernel(SOURCE, name, dynamic_shared_bytes=variant.shared_bytes)
     arguments = (
-        query, k_pages, v_pages, block_table, tiles, n_tiles, out, i32(n_heads), i32(n_kv_heads),
-        i32(block_table.shape[1]), i32(window or 0), f32(scale),
+        query, k_pages, v_pages, k_scales, v_scales, block_table, tiles, n_tiles, out, i32(n_heads),
+        i32(n_kv_heads), i32(block_table.shape[1]), i32(window or 0), f32(scale),
     )  # fmt: skip
     grid = Dim3(n_kv_heads, tiles.shape[0])
-    return Launch(kernel, grid, Dim3(variant.warps * 32), arguments, shared_bytes=variant.shared_bytes)
+    return Launch(kernel, grid, Dim3(variant.threads), arguments, shared_bytes=variant.shared_bytes)
+
+
+def _expect_pages(
+    k_pages: Tensor, v_pages: Tensor, k_scales: Tensor | None, v_scales: Tensor | None, head_dim: int
+) -> None:
+    pages, n_kv_heads = k_pages.shape[:2]
+    dtype = DType.E4M3 if k_pages.dtype is DType.E4M3 else DType.BF16
+    expect(SOURCE, "k_pages", k_pages, dtype, (pages, n_kv_heads, PAGE_SIZE, head_dim))
+    expect(SOURCE, "v_pages", v_pages, dtype, k_pages.shape)
+    for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
+        if (scales is not None) != (dtype is DType.E4M3):
+            raise ValueError(f"{SOURCE}: {name} belongs to e4m3 pages, and they to it")
+        if scales is not None:
+            expect(SOURCE, name, scales, DType.F32, (pages, n_kv_heads))

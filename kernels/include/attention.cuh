@@ -64,6 +64,17 @@ struct OnlineSoftmax {
         return maximum == -INFINITY ? 0.0f : maximum * unit;
     }
 
+    // Takes in a row's maximum and sum over other keys; returns the factors for what the two accumulated.
+    __device__ __forceinline__ float2 join(float other_maximum, float other_sum, float unit) {
+        const float highest = fmaxf(maximum, other_maximum);
+        const float2 factors =
+            make_float2(maximum == highest ? 1.0f : exp2_fast((maximum - highest) * unit),
+                        other_maximum == highest ? 1.0f : exp2_fast((other_maximum - highest) * unit));
+        maximum = highest;
+        sum = sum * factors.x + other_sum * factors.y;
+        return factors;
+    }
+
     __device__ __forceinline__ float total() const {
         const float pair = sum + __shfl_xor_sync(0xffffffffu, sum, 1);
         return pair + __shfl_xor_sync(0xffffffffu, pair, 2);

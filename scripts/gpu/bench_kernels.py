@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from bench_launches import launch_costs
 from cuda.bindings import driver
@@ -21,7 +22,9 @@ from kernel_support import check
 
 from kernels import activation, attention_decode, attention_prefill, embedding, norm, rope, sampling, slots
 from kernels.compiler import nvrtc_version
-from kernels.tensor import DType
+from kernels.tensor import DType, Tensor
+
+E4M3 = ml_dtypes.float8_e4m3fn
 
 
 class KernelBench(Bench):
@@ -173,38 +176,62 @@ class KernelBench(Bench):
         self.decode(64, 2048, 32, 8, 64)
         self.decode(64, 2048, 16, 8, 256)
 
-    def prefill(self, lengths: list[int], n_heads: int, n_kv: int, dim: int) -> None:
+    def prefill(
+        self,
+        lengths: list[int],
+        n_heads: int,
+        n_kv: int,
+        dim: int,
+        *,
+        pages_type: DType = DType.BF16,
+        variant: attention_prefill.PrefillVariant | None = None,
+    ) -> None:
         rows, group = sum(lengths), n_heads // n_kv
-        variant = attention_prefill.pick_variant(self.gpu.limits, dim)
-        tiles = attention_prefill.tile_list(range(len(lengths)), lengths, [0] * len(lengths), group, variant)
+        shape = variant or attention_prefill.pick_variant(self.gpu.limits, dim)
+        tiles = attention_prefill.tile_list(range(len(lengths)), lengths, [0] * len(lengths), group, shape)
         each = -(-max(lengths) // 64)
         pages = each * len(lengths)
         table = self.rng.permutation(pages).astype(np.int32).reshape(len(lengths), each)
+        k_pages, v_pages, scales = self.pages((pages, n_kv, 64, dim), pages_type)
         launch = attention_prefill.attention_prefill(
             self.gpu.library,
             self.gpu.limits,
             query=self.random(rows, n_heads, dim),
-            k_pages=self.random(pages, n_kv, 64, dim),
-            v_pages=self.random(pages, n_kv, 64, dim),
+            k_pages=k_pages,
+            v_pages=v_pages,
             block_table=self.gpu.upload(table),
             tiles=self.gpu.upload(tiles),
             n_tiles=self.gpu.upload(np.array([len(tiles)], np.int32)),
             out=self.random(rows, n_heads, dim),
             scale=dim**-0.5,
+            variant=variant,
+            **scales,
         )
         flops = sum(4 * n_heads * dim * n * (n + 1) // 2 for n in lengths)
         case = f"{len(lengths)}×{lengths[0]}, {n_heads}/{n_kv} heads of {dim}"
+        case += ", e4m3 pages" if scales else ""
         self.measure("attention_prefill", case, [[launch]], 4 * rows * n_heads * dim, flops)
         self.release()
 
+    def pages(self, shape: tuple[int, ...], pages_type: DType) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Noise as keys and values, and their scales if the type has any."""
+        if pages_type is DType.BF16:
+            return self.random(*shape), self.random(*shape), {}
+        noise = [(self.rng.standard_normal(shape, np.float32) * 64).astype(E4M3) for _ in range(2)]
+        scale = np.full(shape[:2], 2.0**-6, np.float32)
+        k_pages, v_pages = (self.gpu.upload(array) for array in noise)
+        return k_pages, v_pages, {name: self.gpu.upload(scale) for name in ("k_scales", "v_scales")}
+
     def prefills(self) -> None:
         self.prefill([2048], 16, 8, 128)
+        self.prefill([2048], 32, 8, 128)
         self.prefill([2048] * 8, 16, 8, 128)
         self.prefill([2048] * 8, 32, 8, 128)
         self.prefill([4096], 32, 8, 128)
         self.prefill([16384], 32, 8, 128)
         self.prefill([4096], 32, 8, 64)
         self.prefill([4096], 16, 4, 256)
+        self.prefill([4096], 32, 8, 128, pages_type=DType.E4M3)
 
     def samplings(self) -> None:
         vocab = 151936

@@ -72,7 +72,7 @@ def test_what_no_variant_covers_is_refused() -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 7, 16])
-@pytest.mark.parametrize("variant", attention_prefill.VARIANTS, ids=lambda v: v.expression)
+@pytest.mark.parametrize("variant", attention_prefill.VARIANTS, ids=str)
 def test_tile_list_covers_every_row_once(group: int, variant: attention_prefill.PrefillVariant) -> None:
     lengths, starts = [1, 64, 500, 7], [0, 9, 100, 3]
     tiles = attention_prefill.tile_list([4, 5, 6, 7], lengths, starts, group, variant)

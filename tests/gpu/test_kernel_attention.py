@@ -1,13 +1,12 @@
-"""Decode and prefill attention over pages against float64, at awkward contexts, groups and windows."""
+"""Decode attention over pages against float64, at awkward contexts, groups and windows."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from kernel_support import Gpu, PagedCase, assert_close, assert_untouched, attention_reference, random_bf16
+from kernel_support import Gpu, PagedCase, assert_close, attention_reference, random_bf16
 
 from kernels import attention_decode as decode
-from kernels import attention_prefill as prefill
 from kernels.tensor import DType
 
 pytestmark = pytest.mark.gpu
@@ -143,78 +142,3 @@ def test_decode_many_rows(gpu: Gpu, rng: np.random.Generator, rows: int) -> None
     query = random_bf16(rng, rows, 3, 64)
     got = run_decode(gpu, case, query, row_slot, active, scale=0.125)
     check_decode(case, query, got, row_slot, active, scale=0.125)
-
-
-def run_prefill(
-    gpu: Gpu,
-    rng: np.random.Generator,
-    segments: list[tuple[int, int]],
-    heads: tuple[int, int],
-    head_dim: int,
-    window: int | None = None,
-) -> None:
-    """segments: (start, length) each; compares every row, in a buffer with rows to spare."""
-    n_heads, n_kv_heads = heads
-    case = PagedCase(rng, [start + length for start, length in segments], n_kv_heads, head_dim)
-    slots = rng.permutation(len(segments))
-    table = np.empty_like(case.block_table)
-    table[slots] = case.block_table
-    lengths, starts = [s[1] for s in segments], [s[0] for s in segments]
-    rows = sum(lengths)
-    query = random_bf16(rng, rows + 5, n_heads, head_dim)
-    group = n_heads // n_kv_heads
-    variant = prefill.pick_variant(gpu.limits, head_dim)
-    tiles = prefill.tile_list([int(s) for s in slots], lengths, starts, group, variant)
-    grid = prefill.most_tiles(rows, len(segments), group, variant)
-    assert len(tiles) <= grid
-    padded = np.full((grid, prefill.TILE_INTS), -1, np.int32)
-    padded[: len(tiles)] = tiles
-    out = gpu.empty(query.shape, DType.BF16)
-    scale = head_dim**-0.5
-    gpu.run(
-        prefill.attention_prefill(
-            gpu.library,
-            gpu.limits,
-            query=gpu.upload(query),
-            k_pages=gpu.upload(case.k_pages),
-            v_pages=gpu.upload(case.v_pages),
-            block_table=gpu.upload(table),
-            tiles=gpu.upload(padded),
-            n_tiles=gpu.upload(np.array([len(tiles)], np.int32)),
-            out=out,
-            scale=scale,
-            window=window,
-        )
-    )
-    got = gpu.download(out)
-    assert_untouched("rows past the segments", got[rows:])
-    first = 0
-    for segment, (start, length) in enumerate(segments):
-        picked = (
-            range(length)
-            if length < 80
-            else sorted({0, 1, length - 1, *rng.integers(0, length, 24).tolist()})
-        )
-        for i in picked:
-            want = attention_reference(
-                query[first + i], case.keys[segment], case.values[segment], start + i, scale, window
-            )
-            assert_close(f"segment {segment}, row {i}", got[first + i], want, **TOLERANCE)
-        assert np.isfinite(got[first : first + length].astype(np.float32)).all()
-        first += length
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1), (7, 1), (8, 1), (16, 1)])
-@pytest.mark.parametrize("window", [None, 1, 100])
-def test_prefill_ragged(
-    gpu: Gpu, rng: np.random.Generator, head_dim: int, heads: tuple[int, int], window: int | None
-) -> None:
-    segments = [(0, 1), (0, 63), (64, 65), (37, 200), (500, 1), (0, 130), (1000, 17), (63, 64)]
-    run_prefill(gpu, rng, segments, heads, head_dim, window)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_prefill_long(gpu: Gpu, rng: np.random.Generator, head_dim: int) -> None:
-    run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim)
-    run_prefill(gpu, rng, [(0, 4097), (3000, 300)], (4, 2), head_dim, window=1024)

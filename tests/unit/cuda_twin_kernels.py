@@ -47,7 +47,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "plan_decode": ("ppppppiiii", rows.plan_decode),
     "attention_decode": ("p" * 9 + "iiif", rows.decode),
     "merge_splits": ("ppppii", None),
-    "attention_prefill": ("p" * 7 + "iiiif", rows.prefill),
+    "attention_prefill": ("p" * 9 + "iiiif", rows.prefill),
     "sample_scan": ("", None),
     "sample_weigh": ("", None),
     "sample_cut": ("", None),

@@ -279,6 +279,8 @@ def prefill(
     query: int,
     k_pages: int,
     v_pages: int,
+    k_scales: int,
+    v_scales: int,
     block_table: int,
     tiles: int,
     n_tiles: int,
@@ -289,6 +291,9 @@ def prefill(
     window: int,
     scale: float,
 ) -> None:
+    assert kinds[-1] == "bf16", "e4m3 pages have no twin yet"
+    assert not k_scales
+    assert not v_scales
     dim = int(kinds[0])
     count = int(array(n_tiles, I32, 1)[0])
     assert count <= grid[1]
