@@ -135,7 +135,7 @@ def test_norm_of_picked_rows_adds_raw_sums(
 
 
 @pytest.mark.parametrize("hidden", [64, 2048, 16384])
-def test_norm_quantises_rows(gpu: Gpu, rng: np.random.Generator, hidden: int) -> None:
+def test_norm_makes_rows_of_e4m3(gpu: Gpu, rng: np.random.Generator, hidden: int) -> None:
     for rows in rows_for(hidden):
         residual, weight = random_bf16(rng, rows, hidden), random_bf16(rng, hidden)
         residual[rows // 2] = 0
