@@ -1,49 +1,41 @@
-// Matrix products of at most 8 rows: y[rows, n] = x[rows, k] · W[n, k]ᵀ, with what stands around them in the same
-// launch: the RMSNorm before it, the residual add or SwiGLU after it.
+// Matrix products of at most 8 rows: y[rows, n] = x[rows, k] · W[n, k]ᵀ for W in bf16, FP8 or q4_0, with what stands
+// around them in the same launch: the RMSNorm before it, the residual add or SwiGLU after it.
 //
-// Bound by the bytes of W, and for small W by latency. So each lane streams 16-byte pieces of W from global
-// memory straight into the fragments of a tensor-core product (W's rows are the fragment's 16 rows, x's rows
-// its 8 columns): no shared memory, no conversion. With dependent launch the first kDepth pieces of every lane
-// are on their way before the kernel that makes x has ended.
+// Bound by the bytes of W, and for small W by latency. The warps of a block share the k of 16 rows of W (the rows
+// of a tensor-core product; its 8 columns are rows of x), and a block takes tile after tile, a grid apart. Each lane
+// copies its pieces of W asynchronously into its own part of a ring in shared memory (weights.cuh), on and on
+// over the tiles. With dependent launch the ring is full before the kernel that makes x has ended.
 //
-// The order of k inside a product is free as long as W and x agree: lane l takes elements 8·(l%4) … +7 of each 32
-// for both, which serve two steps of 16. A row's sum does not depend on how many rows there are.
+// A row's sum does not depend on how many rows there are.
 #include "ptx.cuh"
 #include "types.cuh"
+#include "weights.cuh"
 
 using namespace slipstream;
 
 namespace {
 
-constexpr int kTileRows = 16;  // of W
-constexpr int kColumns = 8;    // rows of x, padding included
-constexpr int kStep = 32;      // elements of k that a warp takes at once
-
 enum Finish { kStore = 0, kAdd = 1, kSwiGlu = 2 };
 
-// 16 bytes that nobody reads again.
-__device__ __forceinline__ uint4 load_once(const bf16* source) {
+// 8 elements of x times (offset + gains), rounded; their squares are added to `squares`.
+__device__ __forceinline__ uint4 scaled(const uint4& x, const uint4& gains, float offset, float& squares) {
+    const auto pair = [&](uint32 x_pair, uint32 gain_pair) {
+        const float2 value = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x_pair));
+        const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gain_pair));
+        squares += value.x * value.x + value.y * value.y;
+        return pack_bf16(value.x * (offset + factor.x), value.y * (offset + factor.y));
+    };
+    return make_uint4(pair(x.x, gains.x), pair(x.y, gains.y), pair(x.z, gains.z), pair(x.w, gains.w));
+}
+
+// What another kernel has just written.
+__device__ __forceinline__ uint4 load_16(const bf16* source) {
     uint4 value;
-    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-                 : "l"(source));
+                 : "l"(source)
+                 : "memory");
     return value;
-}
-
-// Both halves of 32 elements of k: rows l/4 and l/4 + 8 of W against row l/4 of x.
-__device__ __forceinline__ void multiply(float (&acc)[4], const uint4& low, const uint4& high, const uint4& x) {
-    const uint32 first[4] = {low.x, high.x, low.y, high.y};
-    const uint32 second[4] = {low.z, high.z, low.w, high.w};
-    mma_bf16(acc, first, x.x, x.y);
-    mma_bf16(acc, second, x.z, x.w);
-}
-
-// Two elements of x times (offset + gain), rounded; their squares are added to `squares`.
-__device__ __forceinline__ uint32 scaled(uint32 x, uint32 gain, float offset, float& squares) {
-    const float2 value = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(x));
-    const float2 factor = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(gain));
-    squares += value.x * value.x + value.y * value.y;
-    return pack_bf16(value.x * (offset + factor.x), value.y * (offset + factor.y));
 }
 
 __device__ __forceinline__ float silu(float x) {
@@ -52,105 +44,161 @@ __device__ __forceinline__ float silu(float x) {
 
 }  // namespace
 
-// x: bf16 [rows ≤ 8, k]; weights: bf16 [n, k], with kSwiGlu [2·n, k], gates first; k % 32 = 0, n % 16 = 0,
-// 2·n·k < 2^31.
+// x: bf16 [rows, k], rows ≤ kRows; weights, scales: of n rows, with kSwiGlu of 2·n, gates first; k % 32 = 0,
+// n % 16 = 0.
 // With kNorm x is normalised: x / rms(x) · (offset + gains), gains bf16 [k]; 1 / rms is applied to the sums.
 // y: Out [rows, n]: the product; with kAdd added to what is there; with kSwiGlu silu(gate) · up.
-// Grid (n / 16), 32·kWarps threads: the warps of a block share its k.
-template <typename Out, int kFinish, bool kNorm, int kWarps, int kDepth, int kResident>
+// kStaged: x is brought into shared memory once a block; else every warp reads what it needs for every tile.
+// Any grid; 32·kWarps threads. Dynamic shared memory: kStages · the ring's stage, the sums, then x if staged.
+template <template <int> class Weights, typename Out, int kFinish, bool kNorm, int kRows, bool kStaged, int kWarps,
+          int kStages, int kResident>
 __global__ void __launch_bounds__(kWarps * 32, kResident)
-    skinny_product(const bf16* __restrict__ x, const bf16* __restrict__ weights, const bf16* __restrict__ gains,
-                   Out* y, int32 rows, int32 n, int32 k, float epsilon, float offset) {
+    skinny_product(const bf16* __restrict__ x, const void* __restrict__ weights, const void* __restrict__ scales,
+                   const bf16* __restrict__ gains, Out* y, int32 rows, int32 n, int32 k, float epsilon,
+                   float offset) {
+    static_assert(!kNorm || (kStaged && kRows == 1));
+    constexpr int kThreads = kWarps * 32;
     constexpr int kTiles = kFinish == kSwiGlu ? 2 : 1;
-    __shared__ float parts[kWarps][kTiles][kColumns][kTileRows + 1];
-    __shared__ float row_squares[kWarps][kColumns];
+    using Weight = Weights<kThreads>;
+    constexpr int kStageBytes = kTiles * Weight::kLaneBytes * kThreads;
+    extern __shared__ __align__(128) unsigned char shared[];
+    using Sums = float[kWarps][kTiles][kRows][kTileRows];
+    Sums* parts = reinterpret_cast<Sums*>(shared + kStages * kStageBytes);  // of tiles in turn
+    float* squares_of = reinterpret_cast<float*>(parts + 2);
+    bf16* staged = reinterpret_cast<bf16*>(squares_of + 32);
+
     const int warp = threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
-    const int first_row = blockIdx.x * kTileRows;
-    const int within_step = lane % 4 * 8;
-    const bf16* source = weights + int64(first_row + lane / 4) * k + within_step;
-    const int to_high = 8 * k;
-    const int to_up = n * k;
-    const int steps = k / kStep;
+    const int n_tiles = n / kTileRows;
+    const int steps = (k + kTileSteps - 1) / kTileSteps;
+    const int padded = (steps + kWarps - 1) / kWarps * kWarps;
+    const Weight weight(weights, scales, k, lane);
+    const uint32 ring = shared_address(shared) + threadIdx.x * 16;
 
-    uint4 low[kDepth][kTiles], high[kDepth][kTiles], gain[kDepth], row[kDepth];
-    const auto fetch = [&](int slot, int step) {
+    int fetch_tile = blockIdx.x;
+    int fetch_step = warp;
+    const auto fetch_next = [&](int slot) {
+        if (fetch_tile < n_tiles) {
+            if (fetch_step < steps)
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            const bf16* piece = source + tile * to_up + step * kStep;
-            low[slot][tile] = load_once(piece);
-            high[slot][tile] = load_once(piece + to_high);
+                for (int t = 0; t < kTiles; ++t)
+                    weight.fetch(ring + slot * kStageBytes + t * Weight::kLaneBytes * kThreads,
+                                 fetch_tile + t * n_tiles, fetch_step);
+            fetch_step += kWarps;
+            if (fetch_step >= padded) {
+                fetch_step = warp;
+                fetch_tile += gridDim.x;
+            }
         }
-        if constexpr (kNorm) gain[slot] = *reinterpret_cast<const uint4*>(gains + step * kStep + within_step);
+        copy_async_commit();
     };
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i)
-        if (warp + i * kWarps < steps) fetch(i, warp + i * kWarps);
+    for (int i = 0; i < kStages; ++i) fetch_next(i);
+    if constexpr (kNorm)
+        for (int i = threadIdx.x * 8; i < k; i += kThreads * 8)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(gains + i));
     wait_for_previous_kernels();
     allow_next_kernel();
 
-    const bool has_row = lane / 4 < rows;
-    const bf16* x_source = x + int64(lane / 4) * k + within_step;
-    const auto fetch_x = [&](int slot, int step) {
-        row[slot] = has_row ? *reinterpret_cast<const uint4*>(x_source + step * kStep) : make_uint4(0, 0, 0, 0);
-    };
-#pragma unroll
-    for (int i = 0; i < kDepth; ++i)
-        if (warp + i * kWarps < steps) fetch_x(i, warp + i * kWarps);
-
-    float acc[kTiles][4] = {};
     float squares = 0.0f;
-    for (int first = warp; first < steps; first += kDepth * kWarps) {
-#pragma unroll
-        for (int i = 0; i < kDepth; ++i) {
-            const int step = first + i * kWarps;
-            if (step >= steps) break;
-            uint4 values = row[i];
-            if constexpr (kNorm) {
-                values.x = scaled(values.x, gain[i].x, offset, squares);
-                values.y = scaled(values.y, gain[i].y, offset, squares);
-                values.z = scaled(values.z, gain[i].z, offset, squares);
-                values.w = scaled(values.w, gain[i].w, offset, squares);
-            }
-#pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) multiply(acc[tile], low[i][tile], high[i][tile], values);
-            const int later = step + kDepth * kWarps;
-            if (later < steps) {
-                fetch(i, later);
-                fetch_x(i, later);
+    const int x_row = min(lane / 4, rows - 1);
+    const int stride = steps * kTileSteps + Weight::kRowPad;
+    if constexpr (kStaged) {
+        const int chunks = steps * (kTileSteps / 8);
+        for (int row = 0; row < (kRows == 1 ? 1 : rows); ++row) {
+#pragma unroll 4
+            for (int i = threadIdx.x; i < chunks; i += kThreads) {
+                uint4 values = make_uint4(0, 0, 0, 0);
+                if (i * 8 < k) {
+                    values = load_16(x + int64(row) * k + i * 8);
+                    if constexpr (kNorm)
+                        values = scaled(values, *reinterpret_cast<const uint4*>(gains + i * 8), offset, squares);
+                }
+                *reinterpret_cast<uint4*>(staged + row * stride + i * 8) = values;
             }
         }
+        if constexpr (kNorm) {
+#pragma unroll
+            for (int distance = 16; distance > 0; distance /= 2)
+                squares += __shfl_xor_sync(0xffffffffu, squares, distance);
+            if (lane == 0) squares_of[warp] = squares;
+        }
+        __syncthreads();
     }
+    const auto take_x = [&](uint4(&values)[2], int step) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int place = step * kTileSteps + Weight::x_offset(lane, half);
+            if constexpr (kStaged)
+                values[half] = *reinterpret_cast<const uint4*>(staged + (kRows == 1 ? 0 : x_row * stride) + place);
+            else
+                values[half] = place < k ? load_16(x + int64(x_row) * k + place) : make_uint4(0, 0, 0, 0);
+        }
+    };
+    uint4 ahead[2];
+    if (!kStaged && warp < steps) take_x(ahead, warp);
 
+    int slot = 0;
+    int turn = 0;
+    for (int tile = blockIdx.x; tile < n_tiles; tile += gridDim.x, ++turn) {
+        // The threads that finish a tile change from tile to tile.
+        const int output = (threadIdx.x + turn * kRows * kTileRows) % kThreads;
+        const int column = output / kTileRows;  // row of x
+        const int row = tile * kTileRows + output % kTileRows;
+        const bool finishes = column < (kRows == 1 ? 1 : rows);
+        Out* target = y + int64(column) * n + row;
+        float before = 0.0f;
+        float row_scale[kTiles] = {};
+        if (finishes) {
+            if constexpr (kFinish == kAdd) before = to_float(*target);
+            if constexpr (Weight::kRowScales)
+                for (int t = 0; t < kTiles; ++t) row_scale[t] = static_cast<const float*>(scales)[t * n + row];
+        }
+
+        float acc[kTiles][4] = {};
+        for (int step = warp; step < padded; step += kWarps) {
+            copy_async_wait<kStages - 1>();
+            if (step < steps) {
+                uint4 values[2];
+                if constexpr (kStaged) {
+                    take_x(values, step);
+                } else {
+                    values[0] = ahead[0];
+                    values[1] = ahead[1];
+                    take_x(ahead, step + kWarps < steps ? step + kWarps : warp);
+                }
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile)
+                for (int t = 0; t < kTiles; ++t)
+                    weight.multiply(acc[t], ring + slot * kStageBytes + t * Weight::kLaneBytes * kThreads, values);
+            }
+            fetch_next(slot);
+            slot = slot + 1 == kStages ? 0 : slot + 1;
+        }
+
+        Sums& sums = parts[turn % 2];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) parts[warp][tile][lane % 4 * 2 + (j & 1)][lane / 4 + j / 2 * 8] = acc[tile][j];
-    if constexpr (kNorm) {
-        squares += __shfl_xor_sync(0xffffffffu, squares, 1);
-        squares += __shfl_xor_sync(0xffffffffu, squares, 2);
-        if (lane % 4 == 0) row_squares[warp][lane / 4] = squares;
+        for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                if (kRows > 1 || (lane % 4 == 0 && j % 2 == 0))
+                    sums[warp][t][kRows == 1 ? 0 : lane % 4 * 2 + (j & 1)][lane / 4 + j / 2 * 8] = acc[t][j];
+        __syncthreads();
+        if (!finishes) continue;
+        float total[kTiles] = {};
+        float mean = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) {
+#pragma unroll
+            for (int t = 0; t < kTiles; ++t) total[t] += sums[w][t][column][output % kTileRows];
+            if constexpr (kNorm) mean += squares_of[w];
+        }
+#pragma unroll
+        for (int t = 0; t < kTiles; ++t) {
+            if constexpr (kNorm) total[t] *= rsqrtf(mean / k + epsilon);
+            if constexpr (Weight::kRowScales) total[t] *= row_scale[t];
+        }
+        float value = total[0] + before;
+        if constexpr (kFinish == kSwiGlu) value = silu(total[0]) * total[kTiles - 1];
+        *target = from_float<Out>(value);
     }
-    __syncthreads();
-    const int column = threadIdx.x / kTileRows;  // row of x
-    const int within = threadIdx.x % kTileRows;
-    if (column >= rows) return;
-    float sums[kTiles] = {};
-    float total = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) sums[tile] += parts[w][tile][column][within];
-        if constexpr (kNorm) total += row_squares[w][column];
-    }
-    if constexpr (kNorm) {
-        const float inverse = rsqrtf(total / k + epsilon);
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) sums[tile] *= inverse;
-    }
-    Out* target = y + int64(column) * n + first_row + within;
-    float value = sums[0];
-    if constexpr (kFinish == kSwiGlu) value = silu(sums[0]) * sums[kTiles - 1];
-    if constexpr (kFinish == kAdd) value += to_float(*target);
-    *target = from_float<Out>(value);
 }

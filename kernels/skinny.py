@@ -1,15 +1,17 @@
-"""Matrix products of at most 8 rows, fused with the norm before and what follows: a residual add, or SwiGLU
-(skinny.cu).
+"""Matrix products of at most 8 rows with weights in bf16, FP8 or q4_0, fused with the norm before and what
+follows: a residual add, or SwiGLU (skinny.cu).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 
 from kernels.compiler import CompileUnit
 from kernels.device import DeviceLimits
+from kernels.fp8 import Fp8Rows
 from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
+from kernels.q4 import Q4Tiles, tile_shapes
 from kernels.tensor import DType, Tensor, expect
 
 SOURCE = "skinny.cu"
@@ -18,8 +20,35 @@ MAX_FUSED_NORM_ROWS = 1
 """With 8 rows every block reads a residual stream that has just been written: a decode step of the Qwen3-1.7B
 shape took 1,892 µs against 1,511 with norms of their own on an H200; with one row 1,297 against 1,361."""
 _TILE_ROWS = 16
+_TILE_COLUMNS = 64
 _STEP = 32
 _C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
+Weight = Tensor | Fp8Rows | Q4Tiles
+
+
+class WeightKind(StrEnum):
+    """How a weight is stored."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"
+    """e4m3 with a float32 scale per row."""
+    Q4 = "q4"
+    """q4_0 in tiles."""
+
+    @property
+    def decoder(self) -> str:
+        """Its class in weights.cuh."""
+        return f"{self.value.capitalize()}Weights"
+
+    @property
+    def lane_bytes(self) -> int:
+        """What a lane keeps of a tile in shared memory."""
+        return {WeightKind.BF16: 64, WeightKind.FP8: 32, WeightKind.Q4: 24}[self]
+
+    @property
+    def row_pad(self) -> int:
+        """Elements between staged rows of x."""
+        return 8 if self is WeightKind.FP8 else 32
 
 
 class Finish(IntEnum):
@@ -33,53 +62,95 @@ class Finish(IntEnum):
 
 
 MAX_WEIGHT_BYTES = {Finish.STORE: 32 << 20, Finish.ADD: 32 << 20, Finish.SWIGLU: 64 << 20}
-"""Beyond, cuBLASLt streams the weights as fast or faster on an H200: 201 MB in 47.3 µs against 52.1."""
+"""Of bf16 weights: beyond, cuBLASLt streams them as fast or faster on an H200 (201 MB: 47.3 µs, not 52.1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """How the warps of a block stream weights."""
+
+    warps: int
+    """Of a block; they share the k of a tile."""
+    stages: int
+    """Tiles that a warp has on their way at once."""
+    resident: int
+    """Blocks that a multiprocessor has registers for."""
+    spread: int | None = None
+    """Blocks per multiprocessor, each of many tiles; None: a block per tile."""
+    staged: bool = True
+    """Whether a block brings x into shared memory; else each warp reads its part for each tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyVariant:
-    """How a tile's k is spread. Microseconds are an H200's, for 1 and 8 rows."""
+    """A kernel and the shapes it is for."""
 
+    kind: WeightKind
     out: DType
     finish: Finish
     norm: bool
-    warps: int
-    """Of a block."""
-    depth: int
-    """Pieces of 16 bytes, times two rows, that a lane has on their way at once."""
-    resident: int
-    """Blocks that a multiprocessor holds at once, so that the next kernel's fetch their weights early."""
     one_row: bool
     """For x of one row, or for more."""
-    few_blocks: bool | None = None
-    """True: for grids of at most a block per multiprocessor; False: for larger ones; None: for all."""
+    ring: Ring
 
     @property
     def expression(self) -> str:
-        shape = f"{self.finish.value}, {str(self.norm).lower()}, {self.warps}, {self.depth}, {self.resident}"
-        return f"skinny_product<{_C_TYPES[self.out]}, {shape}>"
+        ring, rows = self.ring, 1 if self.one_row else MAX_ROWS
+        flags = f"{str(self.norm).lower()}, {rows}, {str(ring.staged).lower()}"
+        numbers = f"{ring.warps}, {ring.stages}, {ring.resident}"
+        out = _C_TYPES[self.out]
+        return f"skinny_product<{self.kind.decoder}, {out}, {self.finish.value}, {flags}, {numbers}>"
+
+    def shared_bytes(self, rows: int, k: int) -> int:
+        """Of a block: the ring, two tiles' sums, squares, and x if it is staged."""
+        ring, tiles = self.ring, 2 if self.finish is Finish.SWIGLU else 1
+        columns = 1 if self.one_row else MAX_ROWS
+        size = ring.stages * tiles * self.kind.lane_bytes * ring.warps * 32
+        size += 2 * ring.warps * tiles * columns * _TILE_ROWS * 4 + 128
+        if ring.staged:
+            size += rows * (-(-k // _TILE_COLUMNS) * _TILE_COLUMNS + self.kind.row_pad) * 2
+        return size
+
+    def fits(self, limits: DeviceLimits, rows: int, k: int) -> bool:
+        """Whether a multiprocessor has the shared memory."""
+        return self.shared_bytes(rows, k) <= limits.shared_bytes_per_block
+
+    def blocks(self, limits: DeviceLimits, n: int) -> int:
+        """Of the grid."""
+        tiles, spread = n // _TILE_ROWS, self.ring.spread
+        return tiles if spread is None else min(tiles, spread * limits.multiprocessors)
 
 
-VARIANTS = (
-    SkinnyVariant(DType.BF16, Finish.STORE, True, 16, 2, 2, True),
-    SkinnyVariant(DType.BF16, Finish.STORE, False, 16, 2, 2, True),
-    SkinnyVariant(DType.BF16, Finish.STORE, False, 8, 8, 2, False),
-    SkinnyVariant(DType.F32, Finish.ADD, False, 16, 4, 1, True, few_blocks=True),
-    SkinnyVariant(DType.F32, Finish.ADD, False, 8, 6, 2, True, few_blocks=False),
-    SkinnyVariant(DType.F32, Finish.ADD, False, 8, 8, 2, False),
-    SkinnyVariant(DType.BF16, Finish.ADD, False, 16, 4, 1, True, few_blocks=True),
-    SkinnyVariant(DType.BF16, Finish.ADD, False, 8, 6, 2, True, few_blocks=False),
-    SkinnyVariant(DType.BF16, Finish.ADD, False, 8, 8, 2, False),
-    SkinnyVariant(DType.BF16, Finish.SWIGLU, True, 8, 2, 3, True),
-    SkinnyVariant(DType.BF16, Finish.SWIGLU, False, 8, 2, 3, True),
-    SkinnyVariant(DType.BF16, Finish.SWIGLU, False, 8, 4, 2, False),
+_FINISHES = (
+    (DType.BF16, Finish.STORE, True),
+    (DType.BF16, Finish.STORE, False),
+    (DType.F32, Finish.STORE, False),
+    (DType.BF16, Finish.ADD, False),
+    (DType.BF16, Finish.SWIGLU, True),
+    (DType.BF16, Finish.SWIGLU, False),
 )
-"""Shallow pipelines with more blocks win where x is small; with 8 rows x must be on its way early too."""
+_RINGS = {
+    WeightKind.BF16: Ring(8, 2, 2),
+    WeightKind.FP8: Ring(8, 3, 3),
+    WeightKind.Q4: Ring(8, 4, 4),
+}
 
-_SPILLS_A_LITTLE = frozenset({VARIANTS[9].expression})
-"""12 bytes, for a third block on each multiprocessor."""
 
-UNITS = (CompileUnit(SOURCE, tuple(variant.expression for variant in VARIANTS), (), _SPILLS_A_LITTLE),)
+def _variants() -> tuple[SkinnyVariant, ...]:
+    return tuple(
+        SkinnyVariant(kind, out, finish, norm, one_row, ring)
+        for kind, chosen in _RINGS.items()
+        for out, finish, norm in _FINISHES
+        for one_row in (True, False)
+        for ring in (
+            (chosen,) if norm else (chosen, Ring(chosen.warps, chosen.stages, chosen.resident, None, False))
+        )
+        if one_row or not norm
+    )
+
+
+VARIANTS = _variants()
+UNITS = tuple(CompileUnit(SOURCE, (variant.expression,)) for variant in VARIANTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +163,37 @@ class FusedNorm:
     offset: float = 0.0
 
 
-def fits(rows: int, n: int, k: int, finish: Finish = Finish.STORE) -> bool:
+def kind_of(weight: Weight) -> WeightKind:
+    """How a weight is stored."""
+    if isinstance(weight, Q4Tiles):
+        return WeightKind.Q4
+    return WeightKind.FP8 if isinstance(weight, Fp8Rows) else WeightKind.BF16
+
+
+def fits(
+    rows: int, n: int, k: int, finish: Finish = Finish.STORE, kind: WeightKind = WeightKind.BF16
+) -> bool:
     """Whether there is a kernel for this shape, and whether it is the faster way."""
     weight_bytes = 2 * n * k * (2 if finish is Finish.SWIGLU else 1)
-    return _has_kernel(rows, n, k) and weight_bytes <= MAX_WEIGHT_BYTES[finish]
+    return _has_kernel(rows, n, k) and (
+        kind is not WeightKind.BF16 or weight_bytes <= MAX_WEIGHT_BYTES[finish]
+    )
 
 
 def pick_variant(
-    limits: DeviceLimits, rows: int, n: int, out: DType, finish: Finish, norm: bool
+    limits: DeviceLimits,
+    rows: int,
+    k: int,
+    out: DType,
+    finish: Finish,
+    norm: bool,
+    kind: WeightKind = WeightKind.BF16,
 ) -> SkinnyVariant:
     """Raises ValueError if there is none."""
-    few_blocks = n // _TILE_ROWS <= limits.multiprocessors
+    wanted = (kind, out, finish, norm, rows == 1)
     for variant in VARIANTS:
-        same = (variant.out, variant.finish, variant.norm) == (out, finish, norm)
-        if same and variant.one_row == (rows == 1) and variant.few_blocks in (None, few_blocks):
+        same = (variant.kind, variant.out, variant.finish, variant.norm, variant.one_row) == wanted
+        if same and variant.fits(limits, rows, k):
             return variant
     after = " after a norm" if norm else ""
     raise ValueError(f"{SOURCE}: no kernel for {rows} rows, {finish.name} into {out.value}{after}")
@@ -116,16 +204,18 @@ def skinny_product(
     limits: DeviceLimits,
     *,
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     y: Tensor,
     finish: Finish = Finish.STORE,
     norm: FusedNorm | None = None,
+    variant: SkinnyVariant | None = None,
 ) -> Launch:
     """y = x · weightᵀ, or what `finish` makes of it.
 
     x       bf16 [rows ≤ 8, k], k a multiple of 32; one row may be normalised first: `norm`
-    weight  bf16 [n, k], n a multiple of 16; with SWIGLU [2 · n, k], gates first
-    y       bf16 [rows, n]; with ADD also float32
+    weight  [n, k] in bf16, FP8 or q4_0, n a multiple of 16; with SWIGLU [2 · n, k], gates first
+    y       bf16 [rows, n]; with STORE and no norm also float32
+    variant one that is made for all this; None: the fastest
 
     Raises ValueError for shapes that do not fit.
     """
@@ -137,15 +227,33 @@ def skinny_product(
             f"n a multiple of {_TILE_ROWS}, k of {_STEP}"
         )
     expect(SOURCE, "x", x, DType.BF16, (rows, k))
-    expect(SOURCE, "weight", weight, DType.BF16, (2 * n if finish is Finish.SWIGLU else n, k))
+    values, scales = _buffers(weight, 2 * n if finish is Finish.SWIGLU else n, k)
     expect(SOURCE, "y", y, y.dtype, (rows, n))
     if norm is not None:
         expect(SOURCE, "norm.gains", norm.gains, DType.BF16, (k,))
-    variant = pick_variant(limits, rows, n, y.dtype, finish, norm is not None)
-    kernel = library.kernel(SOURCE, variant.expression)
+    if variant is None:
+        variant = pick_variant(limits, rows, k, y.dtype, finish, norm is not None, kind_of(weight))
+    shared_bytes = variant.shared_bytes(rows, k)
+    kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     gains, epsilon, offset = (norm.gains, norm.epsilon, norm.offset) if norm else (None, 0.0, 0.0)
-    arguments = (x, weight, gains, y, i32(rows), i32(n), i32(k), f32(epsilon), f32(offset))
-    return Launch(kernel, Dim3(n // _TILE_ROWS), Dim3(variant.warps * 32), arguments)
+    arguments = (x, values, scales, gains, y, i32(rows), i32(n), i32(k), f32(epsilon), f32(offset))
+    grid, block = Dim3(variant.blocks(limits, n)), Dim3(variant.ring.warps * 32)
+    return Launch(kernel, grid, block, arguments, shared_bytes=shared_bytes)
+
+
+def _buffers(weight: Weight, n: int, k: int) -> tuple[Tensor, Tensor | None]:
+    """A weight's values and scales. Raises ValueError unless it is [n, k]."""
+    if isinstance(weight, Q4Tiles):
+        shapes = tile_shapes(n, k)
+        expect(SOURCE, "weight.quants", weight.quants, DType.U8, shapes["quants"][0])
+        expect(SOURCE, "weight.scales", weight.scales, DType.F16, shapes["scales"][0])
+        return weight.quants, weight.scales
+    if isinstance(weight, Fp8Rows):
+        expect(SOURCE, "weight.values", weight.values, DType.E4M3, (n, k))
+        expect(SOURCE, "weight.scale", weight.scale, DType.F32, (n,))
+        return weight.values, weight.scale
+    expect(SOURCE, "weight", weight, DType.BF16, (n, k))
+    return weight, None
 
 
 def _has_kernel(rows: int, n: int, k: int) -> bool:

@@ -42,7 +42,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "gated_activation": ("ppppi", rows.gated),
     "gated_activation_fp8": ("pppppi", rows.gated_quantised),
     "quantise_rows": ("pppi", fp8.quantise),
-    "skinny_product": ("ppppiiiff", rows.skinny),
+    "skinny_product": ("pppppiiiff", rows.skinny),
     "rope_and_write": ("p" * 14 + "iiiiff", rows.rope),
     "plan_decode": ("ppppppiiii", rows.plan_decode),
     "attention_decode": ("p" * 9 + "iiif", rows.decode),

@@ -8,6 +8,7 @@ import numpy as np
 
 from tests.unit import cuda_twin_fp8 as fp8
 from tests.unit.cuda_twin_memory import BF16, C_TYPES, F32, I32, PAGE, array
+from tests.unit.cuda_twin_weights import decoded
 
 
 def embed(
@@ -123,6 +124,7 @@ def skinny(
     kinds: list[str],
     x: int,
     weights: int,
+    scales: int,
     gains: int,
     y: int,
     rows: int,
@@ -131,15 +133,22 @@ def skinny(
     epsilon: float,
     offset: float,
 ) -> None:
-    assert grid[0] * 16 == n
-    assert k % 32 == 0
-    finish = int(kinds[1])
+    decoder, out, finish, norm, most_rows = (
+        kinds[0],
+        C_TYPES[kinds[1]],
+        int(kinds[2]),
+        kinds[3],
+        int(kinds[4]),
+    )
+    assert 1 <= grid[0] <= n // 16
+    assert (n % 16, k % 32) == (0, 0)
+    assert rows <= most_rows
     inputs = array(x, BF16, rows, k).astype(F32)
-    if kinds[2] == "true":
+    if norm == "true":
         inputs /= np.sqrt(np.mean(inputs * inputs, axis=1, keepdims=True) + epsilon)
         inputs *= offset + array(gains, BF16, k).astype(F32)
-    products = inputs @ array(weights, BF16, n * (1 + (finish == 2)), k).astype(F32).T
-    target = array(y, C_TYPES[kinds[0]], rows, n)
+    products = inputs @ decoded(decoder, weights, scales, n * (1 + (finish == 2)), k).T
+    target = array(y, out, rows, n)
     if finish == 1:
         target[:] = target.astype(F32) + products
     elif finish == 2:

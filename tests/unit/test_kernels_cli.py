@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from engine import kernel_catalog
 from kernels import registry, skinny
 from kernels.compiler import CompileUnit
+from kernels.skinny import Ring
 from service.cli.app import app
 
 SMALL = CompileUnit("activation.cu", ("gated_activation<false>",))
@@ -81,8 +82,8 @@ def test_a_kernel_that_does_not_compile_is_told_in_the_compilers_words(
 
 
 def test_a_spill_that_no_table_admits_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    (unit,) = (unit for unit in skinny.UNITS if unit.may_spill)
-    use(monkeypatch, dataclasses.replace(unit, may_spill=frozenset()))
+    crowded = Ring(warps=16, stages=1, resident=4)  # 32 registers a thread
+    use(monkeypatch, CompileUnit(skinny.SOURCE, (replace(skinny.VARIANTS[0], ring=crowded).expression,)))
     result = cli("build", "--arch", "sm_90a")
     assert result.exit_code == 1, result.output
     assert "spills" in result.stderr
