@@ -73,16 +73,16 @@ __global__ void __launch_bounds__(256)
     store_floats(out + row * inter + column, values);
 }
 
-// The same to e4m3 [rows, inter] with scale float32 [rows] = amax / 448. kCluster blocks share a row;
+// The same to e4m3 [rows, inter] with scale float32 [rows] = amax / 448. A cluster of kCluster blocks shares a row;
 // blockDim.x · 8 · kChunks · kCluster ≥ inter. kEarly: weight scales are held in registers from before the
 // wait, which hides their latency but leaves room for fewer rows at once on a multiprocessor.
 template <bool kGelu, bool kScaled, int kCluster, int kChunks, bool kEarly, int kThreads, int kResident>
-__global__ void __launch_bounds__(kThreads, kResident) SLIPSTREAM_CLUSTER(kCluster)
+__global__ void __launch_bounds__(kThreads, kResident)
     gated_activation_fp8(const bf16* __restrict__ gate_up, const float* __restrict__ weight_scale,
                          const float* __restrict__ row_scale, e4m3* __restrict__ out, float* __restrict__ scale,
                          int32 inter) {
     __shared__ float scratch[32];
-    __shared__ float largest_of[kCluster];
+    __shared__ float2 largest_of[kCluster];
     const int rank = blockIdx.x % kCluster;
     const int64 row = blockIdx.x / kCluster;
     const int first = (rank * kChunks * blockDim.x + threadIdx.x) * kVector;
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, kResident) SLIPSTREAM_CLUSTER(kClust
         for (int c = 0; c < kChunks; ++c)
             if (first + c * stride < inter) early[c].load(weight_scale, inter, first + c * stride);
     }
-    if constexpr (kCluster > 1) cluster_arrive();
+    if constexpr (kCluster > 1) cluster_announce();
     wait_for_previous_kernels();
     allow_next_kernel();
 
@@ -114,11 +114,14 @@ __global__ void __launch_bounds__(kThreads, kResident) SLIPSTREAM_CLUSTER(kClust
     largest = block_reduce(largest, Max{}, 0.0f, scratch);
     if constexpr (kCluster > 1) {
         cluster_wait();  // all blocks of the cluster have begun, so that their shared memory can be written
-        if (threadIdx.x < kCluster) store_in_cluster(&largest_of[rank], threadIdx.x, largest);
+        if (threadIdx.x < kCluster) {
+            const uint32 theirs = shared_address_of(shared_address(&largest_of[rank]), threadIdx.x);
+            store_remote(theirs, make_float2(largest, 0.0f));
+        }
         cluster_arrive();
         cluster_wait();
 #pragma unroll
-        for (int i = 0; i < kCluster; ++i) largest = fmaxf(largest, largest_of[i]);
+        for (int i = 0; i < kCluster; ++i) largest = fmaxf(largest, largest_of[i].x);
     }
     const float step = fp8_scale(largest);
     const float inverse_step = 1.0f / step;

@@ -122,7 +122,8 @@ def gated_activation_fp8(
     threads = -(-inter // (per_block * 32)) * 32
     kernel = library.kernel(SOURCE, variant.expression(_KINDS[activation], True))
     arguments = (gate_up, weight_scale, row_scale, out.values, out.scale, i32(inter))
-    return Launch(kernel, Dim3(rows * variant.cluster), Dim3(threads), arguments)
+    grid = Dim3(rows * variant.cluster)
+    return Launch(kernel, grid, Dim3(threads), arguments, cluster=variant.cluster)
 
 
 def pick_variant(limits: DeviceLimits, rows: int, inter: int) -> Fp8Variant:

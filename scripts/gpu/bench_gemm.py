@@ -38,6 +38,7 @@ from scripts.gpu.make_random_checkpoint import make_random_checkpoint  # noqa: E
 
 _IMPORTED = time.perf_counter()
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+FP8_ROWS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 HEAD_ROWS = (1, 8, 64, 256)
 LAYERS = {
     "Qwen3-1.7B": {
@@ -89,19 +90,23 @@ class Bench:
                 for _ in range(9)
             ]
         self.bandwidth = 2 * size / statistics.median(times[1:])
-        key = GemmKey(BIGGEST, BIGGEST, BIGGEST)
+        self.flops = {dtype: self.rate(dtype) for dtype in (DType.BF16, DType.E4M3)}
+        self.report.ceilings = {
+            "copy_bytes_per_second": self.bandwidth,
+            "gemm_8192_flops_per_second": self.flops[DType.BF16],
+            "fp8_gemm_8192_flops_per_second": self.flops[DType.E4M3],
+        }
+        rates = ", ".join(f"{dtype.value} {rate / 1e12:.0f}" for dtype, rate in self.flops.items())
+        print(f"copy {self.bandwidth / 1e12:.2f} TB/s, {BIGGEST}³ TFLOP/s: {rates}", flush=True)
+
+    def rate(self, dtype: DType) -> float:
+        """FLOP/s of the largest product of operands of that type."""
+        key = GemmKey(BIGGEST, BIGGEST, BIGGEST, x=dtype, w=dtype)
         with self.tuner(key) as tuner:
             best = tuner.tune(key).algorithm
             time.sleep(_REST)
             (microseconds,) = tuner.time(key, best)
-            self.flops = key.flops / (microseconds * 1e-6)
-        self.report.ceilings = {
-            "copy_bytes_per_second": self.bandwidth,
-            "gemm_8192_flops_per_second": self.flops,
-        }
-        print(
-            f"copy {self.bandwidth / 1e12:.2f} TB/s, {BIGGEST}³ {self.flops / 1e12:.0f} TFLOP/s", flush=True
-        )
+        return key.flops / (microseconds * 1e-6)
 
     def timed(self, enqueue: Callable[[], object]) -> float:
         """Seconds between events around what is enqueued."""
@@ -135,6 +140,13 @@ class Bench:
             for layer, (n, k) in layers.items()
             for rows in (HEAD_ROWS if layer == "head" else ROWS)
         ]
+        cases += [
+            (model, f"{layer}, e4m3", GemmKey(rows, n, k, x=DType.E4M3, w=DType.E4M3))
+            for model, layers in LAYERS.items()
+            for layer, (n, k) in layers.items()
+            for rows in FP8_ROWS
+            if layer != "head"
+        ]
         keys = [key for _, _, key in cases]
         with self.part(f"tuning {len(keys)} products"):
             self.planner.plan_all(keys)
@@ -161,7 +173,7 @@ class Bench:
         heuristic, tuned = tuner.time(key, first, algorithm)
         if algorithm == first:
             heuristic = tuned
-        limit = max(key.bytes / self.bandwidth, key.flops / self.flops) * 1e6
+        limit = max(key.bytes / self.bandwidth, key.flops / self.flops[key.x]) * 1e6
         figure = Figure(
             model, layer, str(key), key.rows, key.n, key.k, round(tuned, 2), round(heuristic, 2),
             round(key.bytes / tuned / 1e3, 1), round(key.flops / tuned / 1e6, 2), round(limit, 2),
