@@ -21,8 +21,9 @@ from engine.interface import (
     StepResult,
 )
 from engine.memory_plan import MemoryPlan
-from engine.options import EngineOptions, StepSizes
+from engine.options import EngineOptions, KvDtype, Precision, StepSizes
 from engine.plan_check import PlanLimits, check_plan
+from engine.reference.holding import Holding
 from engine.reference.memory import parameter_count, plan_memory
 from engine.reference.model import ReferenceModel
 from engine.reference.slots import Slots
@@ -44,15 +45,24 @@ class ReferenceEngine(Engine):
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, options: EngineOptions, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        options: EngineOptions,
+        progress: Progress | None = None,
+        *,
+        fp8_activations: bool = False,
     ) -> None:
-        """Loads the weights; the checkpoint may be closed afterwards. Raises ModelError."""
+        """Loads the weights; the checkpoint may be closed afterwards. Raises ModelError.
+
+        fp8_activations: as in Holding, to compare with the CUDA engine.
+        """
         config = checkpoint.config
         sizes = options.sizes(SUITED_SIZES)
         memory = plan_memory(config, options, sizes)
+        holding = Holding(options.precision, options.kv_dtype, fp8_activations)
         self._threads = BlasThreads(options.threads)
         self._model: ReferenceModel | None = ReferenceModel(
-            checkpoint, pages=memory.pages, slots=sizes.max_sequences, progress=progress
+            checkpoint, pages=memory.pages, slots=sizes.max_sequences, progress=progress, holding=holding
         )
         self._slots = Slots(sizes.max_sequences, memory.max_sequence_length, config.vocab_size)
         self.capacity = EngineCapacity(
@@ -65,7 +75,7 @@ class ReferenceEngine(Engine):
             prefill_tokens_beside_decodes=sizes.prefill_tokens_beside_decodes,
         )
         self._limits = PlanLimits(self.capacity, config.vocab_size)
-        self.info = _describe(self._model, memory, self._threads)
+        self.info = _describe(self._model, memory, self._threads, holding)
 
     def execute(self, plan: StepPlan) -> StepHandle:
         """Computes the step before it returns."""
@@ -100,22 +110,28 @@ class _FinishedStep(StepHandle):
         return self._result
 
 
-def _describe(model: ReferenceModel, memory: MemoryPlan, threads: BlasThreads) -> EngineInfo:
+def _describe(
+    model: ReferenceModel, memory: MemoryPlan, threads: BlasThreads, holding: Holding
+) -> EngineInfo:
     config = model.config
     return EngineInfo(
         engine="reference",
         architecture=config.architecture,
         device=f"{_processor()}, {threads.count} threads",
-        weight_dtype="float32",
-        kv_dtype="float32",
+        weight_dtype=_dtype(holding.precision),
+        kv_dtype=_dtype(holding.kv_dtype),
         parameters=parameter_count(config),
         layers=config.n_layers,
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         memory_plan=memory.bytes_by_purpose,
-        fallbacks=(*model.fallbacks(), *([memory.shortened] if memory.shortened else [])),
+        fallbacks=(*holding.notes(), *model.fallbacks(), *([memory.shortened] if memory.shortened else [])),
         versions={"numpy": version("numpy"), "blas": threads.library},
     )
+
+
+def _dtype(choice: Precision | KvDtype) -> str:
+    return "float32" if choice == Precision.AUTO else str(choice)
 
 
 def _processor() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, expected_tensors
 from engine.interface import PAGE_SIZE, pages_for
 from engine.memory_plan import MemoryBudget, MemoryPlan, fit_pages, wanted_length
-from engine.options import EngineOptions, StepSizes
+from engine.options import EngineOptions, Precision, StepSizes
 
 _FLOAT = 4
 _USUAL_LENGTH = 2048
@@ -34,7 +34,7 @@ def plan_memory(
     usual = sizes.max_sequences * pages_for(min(longest, _USUAL_LENGTH))
     return fit_pages(
         {
-            "weights": parameter_count(config) * _FLOAT,
+            "weights": (parameter_count(config) + _head_copy(config, options)) * _FLOAT,
             "recurrent_state": sizes.max_sequences * config.state_elements_per_sequence() * _FLOAT,
             "activations": _activations(config, sizes),
             "logits": 2 * max(_FEWEST_LOGITS_ROWS, sizes.max_sequences) * config.vocab_size * _FLOAT,
@@ -45,6 +45,12 @@ def plan_memory(
         budget=MemoryBudget(int(free * options.memory_fraction), "the host's free memory"),
         usual_pages=max(usual, pages_for(longest)),
     )
+
+
+def _head_copy(config: ModelConfig, options: EngineOptions) -> int:
+    """Numbers in a tied head that is held apart from the embedding, since it alone is quantised."""
+    is_apart = config.tied_embeddings and options.precision is Precision.Q4
+    return config.vocab_size * config.hidden_size if is_apart else 0
 
 
 def parameter_count(config: ModelConfig) -> int:

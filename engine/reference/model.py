@@ -10,8 +10,10 @@ import numpy as np
 from engine.checkpoint import Checkpoint
 from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig
 from engine.interface import Progress
+from engine.options import Precision
 from engine.reference.arrays import FloatArray, IntArray
 from engine.reference.batch import RaggedBatch
+from engine.reference.holding import AS_STORED, Holding
 from engine.reference.layers.attention import AttentionMixer, Ropes
 from engine.reference.layers.delta_net import DeltaNetMixer
 from engine.reference.layers.feed_forward import DenseFeedForward
@@ -36,14 +38,21 @@ class ReferenceModel:
     """A loaded model with its KV pages and recurrent state."""
 
     def __init__(
-        self, checkpoint: Checkpoint, *, pages: int, slots: int, progress: Progress | None = None
+        self,
+        checkpoint: Checkpoint,
+        *,
+        pages: int,
+        slots: int,
+        progress: Progress | None = None,
+        holding: Holding = AS_STORED,
     ) -> None:
         """Reads every weight once. `progress` hears of it from 0 to 1."""
         self.config = checkpoint.config
         self.columns = _prove_columns(self.config)
         self._n_slots = slots
-        reader = _counting_reader(checkpoint, progress)
-        self._embedding, self._head = _read_vocabulary(self.config, reader)
+        self._holding = holding
+        reader = _counting_reader(checkpoint, progress, holding)
+        self._embedding, self._head = _read_vocabulary(self.config, reader, holding)
         self._layers = [
             self._make_layer(spec, reader.under(f"layers.{index}"), pages)
             for index, spec in enumerate(self.config.layers)
@@ -102,7 +111,8 @@ class ReferenceModel:
         mixer = spec.mixer
         if isinstance(mixer, AttentionSpec):
             columns = self.columns[mixer.head_dim].pad
-            return AttentionMixer(mixer, reader.under("attention"), pages, columns)
+            kv_dtype = self._holding.kv_dtype
+            return AttentionMixer(mixer, reader.under("attention"), pages, columns, kv_dtype)
         return DeltaNetMixer(mixer, reader.under("deltanet"), self._n_slots)
 
     def _make_feed_forward(self, spec: LayerSpec, reader: WeightReader) -> FeedForwardLayer:
@@ -132,15 +142,19 @@ def _prove_columns(config: ModelConfig) -> dict[int, Widths]:
     return {head_dim: prove([page_product(head_dim)], COLUMN_CANDIDATES) for head_dim in head_dims}
 
 
-def _read_vocabulary(config: ModelConfig, reader: WeightReader) -> tuple[FloatArray, Linear]:
-    """The embedding table [vocab, hidden] and the head, which is the same array if they are tied."""
+def _read_vocabulary(
+    config: ModelConfig, reader: WeightReader, holding: Holding
+) -> tuple[FloatArray, Linear]:
+    """The embedding table [vocab, hidden] and the head, which is the same array if they are tied and held
+    alike."""
     table = reader.array("embedding.weight")
-    return table, Linear(table) if config.tied_embeddings else reader.linear("head")
+    is_shared = config.tied_embeddings and holding.precision is not Precision.Q4
+    return table, Linear(table) if is_shared else reader.linear("head")
 
 
-def _counting_reader(checkpoint: Checkpoint, progress: Progress | None) -> WeightReader:
+def _counting_reader(checkpoint: Checkpoint, progress: Progress | None, holding: Holding) -> WeightReader:
     if progress is None:
-        return WeightReader(checkpoint)
+        return WeightReader(checkpoint, holding=holding)
     total = sum(checkpoint.tensor(name).n_bytes for name in checkpoint.names())
     read = 0
 
@@ -149,4 +163,4 @@ def _counting_reader(checkpoint: Checkpoint, progress: Progress | None) -> Weigh
         read += n_bytes
         progress("weights", min(1.0, read / total))
 
-    return WeightReader(checkpoint, count=count)
+    return WeightReader(checkpoint, count=count, holding=holding)

@@ -8,14 +8,16 @@ import numpy as np
 
 from engine.config import AttentionSpec, RopeSpec
 from engine.interface import PAGE_SIZE
+from engine.options import KvDtype
 from engine.reference.arrays import FloatArray, IntArray
 from engine.reference.batch import RaggedBatch
 from engine.reference.ops.activation import sigmoid
 from engine.reference.ops.attention import attention_prefill
-from engine.reference.ops.kv_pages import scrub_pages, write_kv_pages
+from engine.reference.ops.kv_pages import scrub_pages, write_fp8_pages, write_kv_pages
+from engine.reference.ops.moe import round_bfloat16
 from engine.reference.ops.norm import rms_norm
 from engine.reference.ops.rope import rope
-from engine.reference.weights import Linear, WeightReader, joined
+from engine.reference.weights import Linear, WeightReader
 
 Ropes = Mapping[RopeSpec, tuple[FloatArray, FloatArray]]
 """cos and sin of a pass's rows, float32 [padded rows, rotary_dim / 2], by table."""
@@ -25,7 +27,12 @@ class AttentionMixer:
     """One layer's attention with its weights and its KV pages."""
 
     def __init__(
-        self, spec: AttentionSpec, reader: WeightReader, pages: int, columns: Callable[[int], int]
+        self,
+        spec: AttentionSpec,
+        reader: WeightReader,
+        pages: int,
+        columns: Callable[[int], int],
+        kv_dtype: KvDtype = KvDtype.AUTO,
     ) -> None:
         """`columns` rounds the width of an attention tile up to a proved one."""
         self._spec = spec
@@ -36,6 +43,9 @@ class AttentionMixer:
         shape = (pages, spec.n_kv_heads, PAGE_SIZE, spec.head_dim)
         self.k_pages: FloatArray = np.zeros(shape, np.float32)
         self.v_pages: FloatArray = np.zeros(shape, np.float32)
+        self._kv_dtype = kv_dtype
+        self._k_scales, self._v_scales = np.ones((2, *shape[:2]), np.float32)
+        """Of fp8 pages."""
 
     def linears(self) -> list[Linear]:
         return [self._qkv, self._out]
@@ -52,14 +62,7 @@ class AttentionMixer:
         if spec.rope is not None:
             rope(heads, *ropes[spec.rope])
         query, key = heads[:, : spec.n_heads], heads[:, spec.n_heads :]
-        write_kv_pages(
-            key[: batch.rows],
-            values[: batch.rows],
-            self.k_pages,
-            self.v_pages,
-            batch.row_pages,
-            batch.row_offsets,
-        )
+        self._write(key[: batch.rows], values[: batch.rows], batch)
         attended = attention_prefill(
             query,
             self.k_pages,
@@ -83,6 +86,17 @@ class AttentionMixer:
         scrub_pages(self.k_pages, pages)
         scrub_pages(self.v_pages, pages)
 
+    def _write(self, key: FloatArray, values: FloatArray, batch: RaggedBatch) -> None:
+        """Keys and values [rows, n_kv_heads, head_dim] into the pages, rounded as they are cached."""
+        places = batch.row_pages, batch.row_offsets
+        if self._kv_dtype is KvDtype.FP8:
+            write_fp8_pages(key, self.k_pages, self._k_scales, *places)
+            write_fp8_pages(values, self.v_pages, self._v_scales, *places)
+            return
+        if self._kv_dtype is KvDtype.BF16:
+            key, values = round_bfloat16(key), round_bfloat16(values)
+        write_kv_pages(key, values, self.k_pages, self.v_pages, *places)
+
     def _values(self, projected: FloatArray) -> FloatArray:
         """v of [rows, projections]: [rows, n_kv_heads, head_dim]; a copy if k is changed later."""
         spec = self._spec
@@ -97,12 +111,12 @@ class AttentionMixer:
 def _read_projections(spec: AttentionSpec, reader: WeightReader) -> Linear:
     """q | k | v | gate as one product; without a v projection or a gate, without that part."""
     names = ("q", "k") if spec.v_from_k else ("q", "k", "v")
-    parts = [reader.array(f"{name}.weight") for name in names]
+    parts = [reader.matrix(f"{name}.weight") for name in names]
     biases = reader.biases(*names) if spec.qkv_bias else None
     if spec.output_gate:
         parts = _gate_last(spec, parts)
         biases = None if biases is None else _gate_last(spec, biases)
-    return joined(parts, biases)
+    return reader.joined(parts, biases)
 
 
 def _gate_last(spec: AttentionSpec, parts: list[FloatArray]) -> list[FloatArray]:
