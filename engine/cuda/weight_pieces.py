@@ -123,7 +123,7 @@ class QuantisedPiece(Piece):
         staged = converter.staged((self.rows, self.columns), DType.BF16)
         stream.copy_to_device(staged.address, source, self.staged_bytes)
         if isinstance(self.target, Q4Tiles):
-            q4.q4_quantise(converter.library, weight=staged, out=self.target)(stream.handle)
+            q4.q4_quantise(converter.library, values=staged, tiles=self.target)(stream.handle)
         else:
             assert isinstance(self.target, Fp8Rows)
             fp8.quantise_rows(converter.library, x=staged, out=self.target)(stream.handle)
@@ -146,7 +146,7 @@ class RawQ4Piece(Piece):
         assert isinstance(self.target, Q4Tiles)
         staged = converter.staged((self.rows, self.row_bytes(self.columns)), DType.U8)
         stream.copy_to_device(staged.address, source, self.staged_bytes)
-        q4.q4_repack(converter.library, raw=staged, out=self.target)(stream.handle)
+        q4.q4_repack(converter.library, raw=staged, tiles=self.target)(stream.handle)
 
 
 @dataclass(frozen=True, slots=True)

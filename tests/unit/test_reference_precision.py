@@ -222,5 +222,5 @@ def test_perplexity_of_the_demo_model(demo_model: Path) -> None:
     assert (info.weight_dtype, info.kv_dtype) == ("fp8", "fp8")  # type: ignore[attr-defined]
     assert any("bf16" in note for note in info.fallbacks)  # type: ignore[attr-defined]
     quantised, info = perplexity(demo_model, tokens, precision=Precision.Q4)
-    assert plain < quantised < 1.4 * plain
+    assert plain < quantised < 1.5 * plain
     assert info.weight_dtype == "q4"  # type: ignore[attr-defined]

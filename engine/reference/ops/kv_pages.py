@@ -53,8 +53,9 @@ def write_fp8_pages(
 def power_of_two_scales(magnitudes: FloatArray) -> FloatArray:
     """The smallest powers of two, from 2⁻³² on, with magnitude ≤ 448 · scale; 448 = 0.875 · 2⁹."""
     fractions, exponents = np.frexp(magnitudes)
-    exponents = np.where(fractions > 0.875, exponents - 8, exponents - 9)
-    return np.ldexp(np.float32(1), np.maximum(exponents, _LEAST_EXPONENT)).astype(np.float32)
+    exponents = np.maximum(np.where(fractions > 0.875, exponents - 8, exponents - 9), _LEAST_EXPONENT)
+    exponents[fractions == 0] = _LEAST_EXPONENT
+    return np.ldexp(np.float32(1), exponents).astype(np.float32)
 
 
 def scrub_pages(pages: FloatArray, numbers: IntArray) -> None:
