@@ -39,8 +39,8 @@ class _LaunchAttribute(ctypes.Structure):
     _fields_ = (
         ("id", ctypes.c_int),
         ("pad", ctypes.c_int),
-        ("value", ctypes.c_int),
-        ("rest", ctypes.c_char * 60),
+        ("value", ctypes.c_int * 3),
+        ("rest", ctypes.c_char * 52),
     )
 
 
@@ -57,6 +57,8 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+_CLUSTER_DIMENSION = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
 """CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION."""
 
@@ -86,7 +88,7 @@ class Launch:
     """One kernel call, ready to be enqueued any number of times; holds no memory but its own arguments."""
 
     __slots__ = (
-        "_attribute",
+        "_attributes",
         "_config",
         "_config_address",
         "_function",
@@ -98,16 +100,29 @@ class Launch:
     )
 
     def __init__(
-        self, kernel: Kernel, grid: Dim3, block: Dim3, arguments: Sequence[Argument], *, shared_bytes: int = 0
+        self,
+        kernel: Kernel,
+        grid: Dim3,
+        block: Dim3,
+        arguments: Sequence[Argument],
+        *,
+        shared_bytes: int = 0,
+        cluster: int = 1,
     ) -> None:
+        """cluster: blocks along x that run together (compute capability 9.0 and newer)."""
         self.kernel = kernel
         self._values = [_packed(argument) for argument in arguments]
         self._pointers = (ctypes.c_void_p * len(self._values))(*(ctypes.addressof(v) for v in self._values))
         self._config = _LaunchConfig(tuple(grid), tuple(block), shared_bytes, None, None, 0)
+        attributes = []
         if kernel.dependent_launch:
-            self._attribute = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
-            self._config.attributes = ctypes.addressof(self._attribute)
-            self._config.n_attributes = 1
+            attributes.append(_LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (1, 0, 0)))
+        if cluster > 1:
+            attributes.append(_LaunchAttribute(_CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+        if attributes:
+            self._attributes = (_LaunchAttribute * len(attributes))(*attributes)
+            self._config.attributes = ctypes.addressof(self._attributes)
+            self._config.n_attributes = len(attributes)
         self._config_address = ctypes.addressof(self._config)
         self._pointers_address = ctypes.addressof(self._pointers)
         self._function = kernel.function

@@ -3,15 +3,17 @@
 //
 // Bound by memory: the row is read once and written once. One warp for kHeads neighbouring heads of a row: one
 // for the least latency of few rows, four to share the row's place and angles among many.
+#include "kv_fp8.cuh"
 #include "ptx.cuh"
-#include "reduce.cuh"
-#include "types.cuh"
+#include "rope.cuh"
 
 using namespace slipstream;
 
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kQuantisingWarps = 8;
+constexpr int kChunkRows = 64;
 
 // Where a row's sequence stands. slot < 0: nothing is to be done.
 struct RowPlace {
@@ -28,56 +30,19 @@ __device__ __forceinline__ RowPlace place_of(int64 row, const int32* row_slot, c
     return {slot, slot_position[slot]};
 }
 
-// x ← x / rms(x) · (offset + weight) over the head's kHeadDim elements, kEach of them in each lane.
-template <int kHeadDim, int kEach>
-__device__ __forceinline__ void normalise_head(float (&x)[kEach], const float (&weight)[kEach], float offset,
-                                               float epsilon) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) squares += x[j] * x[j];
-    const float inverse = rsqrtf(warp_reduce(squares, Sum{}) / kHeadDim + epsilon);
-#pragma unroll
-    for (int j = 0; j < kEach; ++j) x[j] *= inverse * (offset + weight[j]);
+// How many rows from `row` on have its slot, up to 64. For whole warps.
+__device__ __forceinline__ int run_length(const int32* row_slot, int row, int rows, int lane) {
+    const int32 slot = row_slot[row];
+    const auto ends = [&](int i) { return row + i >= rows || row_slot[row + i] != slot; };
+    const uint32 low = __ballot_sync(0xffffffffu, ends(lane));
+    const uint32 high = __ballot_sync(0xffffffffu, ends(32 + lane));
+    return low ? __ffs(low) - 1 : (high ? 31 + __ffs(high) : 64);
 }
-
-// Rotates element i < half with element i + half (the "rotate half" pairing); elements from 2·half on stay.
-// Both partners sit at the same place of lanes half / kEach apart.
-template <int kEach>
-struct Turn {
-    float cosine[kEach];
-    float sine[kEach];  // with the sign of this lane's half
-    int partner;
-
-    __device__ __forceinline__ Turn(const float* cosines, const float* sines, int half, int lane) {
-        const int distance = half / kEach;
-        const bool first = lane < distance;
-        const bool turns = lane < 2 * distance;
-        partner = first ? lane + distance : (turns ? lane - distance : lane);
-        const int column = (first ? lane : lane - distance) * kEach;
-        if (turns) {
-            load_floats(cosines + column, cosine);
-            load_floats(sines + column, sine);
-        }
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-            cosine[j] = turns ? cosine[j] : 1.0f;
-            sine[j] = turns ? (first ? -sine[j] : sine[j]) : 0.0f;
-        }
-    }
-
-    __device__ __forceinline__ void apply(float (&x)[kEach]) const {
-#pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-            const float other = __shfl_sync(0xffffffffu, x[j], partner);
-            x[j] = x[j] * cosine[j] + other * sine[j];
-        }
-    }
-};
 
 }  // namespace
 
-// qkv: bf16 [rows, (n_heads + 2·n_kv_heads)·kHeadDim], q heads first, then k, then v. bias: bf16 of a row, or
-// null. q_norm, k_norm: bf16 [kHeadDim], or both null. cosines, sines: float32 [max_position, half]. row_slot:
+// qkv: bf16 [rows, (n_heads + 2·n_kv_heads)·kHeadDim], q heads first, then k, then v. bias, weight_scale,
+// row_scale, q_norm, k_norm: as in HeadWeights. cosines, sines: float32 [max_position, half]. row_slot:
 // int32 [rows], −1 for padding. row_position: int32 [rows] (prefill), or null (decode): then
 // slot_position[slot] counts, and rows whose slot_active is 0 write nothing at all.
 // block_table: int32 [slots, table_width] page numbers. q_out: bf16 [rows, n_heads, kHeadDim];
@@ -85,9 +50,11 @@ struct Turn {
 // Grid (⌈heads / (4·kHeads)⌉ with heads = n_heads + 2·n_kv_heads, rows), 128 threads.
 template <int kHeadDim, int kHeads>
 __global__ void __launch_bounds__(kWarps * 32, 8)
-    rope_and_write(const bf16* __restrict__ qkv, const bf16* __restrict__ bias, const bf16* __restrict__ q_norm,
-                   const bf16* __restrict__ k_norm, const float* __restrict__ cosines,
-                   const float* __restrict__ sines, const int32* __restrict__ row_slot,
+    rope_and_write(const bf16* __restrict__ qkv, const bf16* __restrict__ bias,
+                   const float* __restrict__ weight_scale, const float* __restrict__ row_scale,
+                   const bf16* __restrict__ q_norm, const bf16* __restrict__ k_norm,
+                   const float* __restrict__ cosines, const float* __restrict__ sines,
+                   const int32* __restrict__ row_slot,
                    const int32* __restrict__ row_position, const int32* __restrict__ slot_position,
                    const int32* __restrict__ slot_active, const int32* __restrict__ block_table,
                    bf16* __restrict__ q_out, bf16* __restrict__ k_pages, bf16* __restrict__ v_pages,
@@ -111,6 +78,8 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
     if (place.slot < 0) return;
     const Turn<kEach> turn(cosines + int64(place.position) * half, sines + int64(place.position) * half, half,
                            lane);
+    const HeadWeights weights{bias, weight_scale, row_scale, q_norm, k_norm, epsilon, norm_offset};
+    const float row_factor = row_scale ? row_scale[row] : 1.0f;
     const int32 block = place.position / 64;
     const int32 page = block < table_width ? block_table[int64(place.slot) * table_width + block] : -1;
 
@@ -120,12 +89,9 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
         if (head >= heads) return;
         const bool is_query = head < n_heads;
         const bool is_value = head >= n_heads + n_kv_heads;
-        if (bias) {
-            float added[kEach];
-            load_floats(bias + head * kHeadDim + lane * kEach, added);
-#pragma unroll
-            for (int j = 0; j < kEach; ++j) x[i][j] += added[j];
-        }
+        Affine<kEach> affine;
+        affine.fetch(weights, head * kHeadDim + lane * kEach);
+        affine.apply(x[i], row_factor);
         if (!is_value) {
             if (const bf16* norm = is_query ? q_norm : k_norm) {
                 float weight[kEach];
@@ -142,5 +108,97 @@ __global__ void __launch_bounds__(kWarps * 32, 8)
                            ((int64(page) * n_kv_heads + kv_head) * 64 + place.position % 64) * kHeadDim;
             store_floats(target + lane * kEach, x[i]);
         }
+    }
+}
+
+// The same for prefill with e4m3 pages. A block takes one head of q, k or v in 64 rows. Of keys and values it
+// takes the pages whose first row in this launch is among them, to their last row, wherever that stands: so one
+// block writes a page's head, which it reads twice, for the largest magnitude and then for the values.
+// The rows of a segment follow each other: row r continues row r − 1 if it has the same slot.
+// Grid (n_heads + 2·n_kv_heads, ⌈rows / 64⌉), 256 threads.
+template <int kHeadDim>
+__global__ void __launch_bounds__(kQuantisingWarps * 32)
+    rope_and_quantise(const bf16* __restrict__ qkv, const bf16* __restrict__ bias,
+                      const float* __restrict__ weight_scale, const float* __restrict__ row_scale,
+                      const bf16* __restrict__ q_norm, const bf16* __restrict__ k_norm,
+                      const float* __restrict__ cosines, const float* __restrict__ sines,
+                      const int32* __restrict__ row_slot, const int32* __restrict__ row_position,
+                      const int32* __restrict__ block_table, bf16* __restrict__ q_out, e4m3* k_pages,
+                      e4m3* v_pages, float* k_scales, float* v_scales, int32 rows, int32 n_heads,
+                      int32 n_kv_heads, int32 half, int32 table_width, float epsilon, float norm_offset) {
+    constexpr int kEach = kHeadDim / 32;
+    __shared__ float scratch[32];
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int head = blockIdx.x;
+    const int heads = n_heads + 2 * n_kv_heads;
+    const bool is_query = head < n_heads;
+    const bool is_value = head >= n_heads + n_kv_heads;
+    const HeadWeights weights{bias, weight_scale, row_scale, q_norm, k_norm, epsilon, norm_offset};
+    const bf16* norm = is_value ? nullptr : (is_query ? q_norm : k_norm);
+    const int column = head * kHeadDim + lane * kEach;
+    Affine<kEach> affine;
+    affine.fetch(weights, column);
+    float gain[kEach];
+    if (norm) load_floats(norm + lane * kEach, gain);
+    wait_for_previous_kernels();
+    allow_next_kernel();
+
+    const auto prepare = [&](float (&x)[kEach], int row, int position) {
+        load_floats(qkv + int64(row) * heads * kHeadDim + column, x);
+        affine.apply(x, row_scale ? row_scale[row] : 1.0f);
+        if (norm) normalise_head<kHeadDim>(x, gain, norm_offset, epsilon);
+        if (!is_value) Turn<kEach>(cosines + int64(position) * half, sines + int64(position) * half, half, lane).apply(x);
+    };
+    const int end = min(rows, int(blockIdx.y + 1) * kChunkRows);
+    if (is_query) {
+        for (int row = blockIdx.y * kChunkRows + warp; row < end; row += kQuantisingWarps) {
+            if (row_slot[row] < 0) continue;
+            float x[kEach];
+            prepare(x, row, row_position[row]);
+            store_floats(q_out + (int64(row) * n_heads + head) * kHeadDim + lane * kEach, x);
+        }
+        return;
+    }
+    const int kv_head = is_value ? head - n_heads - n_kv_heads : head - n_heads;
+    int row = blockIdx.y * kChunkRows;
+    while (row < end) {  // the same in all threads
+        const int32 slot = row_slot[row];
+        const int32 first = row_position[row];
+        const int count = min(slot < 0 ? 64 : 64 - first % 64, run_length(row_slot, row, rows, lane));
+        const bool starts = slot >= 0 && (first % 64 == 0 || row == 0 || row_slot[row - 1] != slot);
+        if (!starts || first / 64 >= table_width) {
+            row += count;
+            continue;
+        }
+        const int64 page_head = int64(block_table[int64(slot) * table_width + first / 64]) * n_kv_heads + kv_head;
+        e4m3* page = (is_value ? v_pages : k_pages) + page_head * 64 * kHeadDim;
+        float* page_scale = (is_value ? v_scales : k_scales) + page_head;
+        const float old_scale = first % 64 == 0 ? 0.0f : *page_scale;
+
+        float largest = 0.0f;
+        for (int i = warp; i < count; i += kQuantisingWarps) {
+            float x[kEach];
+            prepare(x, row + i, first + i);
+#pragma unroll
+            for (int j = 0; j < kEach; ++j) largest = fmaxf(largest, fabsf(x[j]));
+        }
+        largest = block_reduce(largest, Max{}, 0.0f, scratch);
+        const float scale = fmaxf(scale_for(largest), old_scale);
+        if (scale != old_scale && old_scale > 0.0f) {
+            const float factor = old_scale * inverse_of(scale);
+            auto* chunks = reinterpret_cast<uint4*>(page);
+            for (int i = threadIdx.x; i < first % 64 * kHeadDim / 16; i += kQuantisingWarps * 32)
+                chunks[i] = rescaled(chunks[i], factor);
+        }
+        for (int i = warp; i < count; i += kQuantisingWarps) {
+            float x[kEach];
+            prepare(x, row + i, first + i);
+            reinterpret_cast<Vec<e4m3, kEach>*>(page + (first % 64 + i) * kHeadDim)[lane] =
+                quantised(x, inverse_of(scale));
+        }
+        __syncthreads();  // everyone has read the old scale and the scratch
+        if (threadIdx.x == 0) *page_scale = scale;
+        row += count;
     }
 }

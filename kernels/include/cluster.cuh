@@ -11,6 +11,13 @@
 
 namespace slipstream {
 
+// Says that this block runs, so that others may write to its memory once they have waited.
+__device__ __forceinline__ void cluster_announce() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -20,6 +27,31 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// The address of block `rank`'s variable at this block's shared address.
+__device__ __forceinline__ uint32 shared_address_of(uint32 address, uint32 rank) {
+    uint32 theirs = address;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(theirs) : "r"(address), "r"(rank));
+#endif
+    return theirs;
+}
+
+// To an address from shared_address_of.
+__device__ __forceinline__ void store_remote(uint32 theirs, float4 value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(theirs), "f"(value.x), "f"(value.y),
+                 "f"(value.z), "f"(value.w)
+                 : "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_remote(uint32 theirs, float2 value) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(theirs), "f"(value.x), "f"(value.y)
+                 : "memory");
 #endif
 }
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels.slots import SlotArrays
+from tests.unit import cuda_twin_attention as attention
 from tests.unit import cuda_twin_fp8 as fp8
+from tests.unit import cuda_twin_q4 as q4
 from tests.unit import cuda_twin_rows as rows
 from tests.unit import cuda_twin_sampling as sampling
 from tests.unit.cuda_twin_memory import view
@@ -43,11 +45,17 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "gated_activation_fp8": ("pppppi", rows.gated_quantised),
     "quantise_rows": ("pppi", fp8.quantise),
     "skinny_product": ("pppppiiiff", rows.skinny),
-    "rope_and_write": ("p" * 14 + "iiiiff", rows.rope),
-    "plan_decode": ("ppppppiiii", rows.plan_decode),
-    "attention_decode": ("p" * 9 + "iiif", rows.decode),
+    "q4_quantise": ("pppi", q4.q4_quantise),
+    "q4_repack": ("pppi", q4.q4_repack),
+    "q4_dequantise": ("pppi", q4.q4_dequantise),
+    "q4_gemm": ("ppppiiiii", q4.q4_gemm),
+    "rope_and_write": ("p" * 16 + "iiiiff", attention.rope),
+    "rope_and_quantise": ("p" * 16 + "iiiiiff", attention.rope_and_quantise),
+    "attention_step": ("p" * 17 + "iiiiifff", attention.step),
+    "plan_decode": ("ppppppiiii", attention.plan_decode),
+    "attention_decode": ("p" * 9 + "iiif", attention.decode),
     "merge_splits": ("ppppii", None),
-    "attention_prefill": ("p" * 9 + "iiiif", rows.prefill),
+    "attention_prefill": ("p" * 9 + "iiiif", attention.prefill),
     "sample_scan": ("", None),
     "sample_weigh": ("", None),
     "sample_cut": ("", None),

@@ -1,0 +1,167 @@
+"""Decode attention of a layer in one launch, from the raw q|k|v rows to the result (attention_step.cu).
+
+Needs no list of splits and no workspace: a cluster of blocks shares a row's kv head. The pages' type decides
+whether they are bf16 or e4m3 with a scale per page and head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.compiler import CompileUnit
+from kernels.device import DeviceLimits
+from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
+from kernels.rope import PAGE_SIZE, HeadInput, expect_pages
+from kernels.tensor import DType, Tensor, expect
+
+SOURCE = "attention_step.cu"
+MAX_GROUP = 16
+"""Most query heads per kv head."""
+MAX_CLUSTER = 8
+"""Blocks that every device with clusters can run together."""
+_C_TYPES = {DType.BF16: "bf16", DType.E4M3: "e4m3"}
+_MERGE_PAD = 8
+_RESERVED_BYTES = 6144
+"""Static shared memory, and what the system keeps of each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepVariant:
+    """Tile and pipeline of one head size and page type."""
+
+    kv: DType
+    head_dim: int
+    keys: int
+    """Keys per stage and warp."""
+    warps: int
+    stages: int
+    resident: int
+    """Blocks per multiprocessor that registers are kept free for."""
+
+    @property
+    def expression(self) -> str:
+        shape = f"{self.head_dim}, {self.keys}, {self.warps}, {self.stages}, {self.resident}"
+        return f"attention_step<{_C_TYPES[self.kv]}, {shape}>"
+
+    def ring_bytes(self) -> int:
+        """Of one warp."""
+        return self.stages * 2 * self.keys * self.head_dim * self.kv.bytes
+
+    def shared_bytes(self, group: int) -> int:
+        """Dynamic shared memory: the warps' rings, the queries, what a cluster's blocks hand over."""
+        queries = (8 if group <= 8 else MAX_GROUP) * self.head_dim * 2
+        return self.warps * self.ring_bytes() + queries + group * self.head_dim * 4
+
+    def holds(self, group: int) -> bool:
+        """Whether a warp's ring has room for its result."""
+        return group * (self.head_dim + _MERGE_PAD) * 4 <= self.ring_bytes()
+
+
+VARIANTS = (
+    StepVariant(DType.BF16, 64, 32, 4, 3, 2),
+    StepVariant(DType.BF16, 64, 16, 4, 3, 2),
+    StepVariant(DType.BF16, 128, 16, 4, 3, 2),
+    StepVariant(DType.BF16, 128, 16, 4, 2, 2),
+    StepVariant(DType.BF16, 256, 16, 4, 2, 1),
+    StepVariant(DType.BF16, 256, 16, 2, 2, 1),
+    StepVariant(DType.E4M3, 64, 32, 4, 3, 3),
+    StepVariant(DType.E4M3, 128, 32, 4, 3, 2),
+    StepVariant(DType.E4M3, 128, 16, 4, 4, 3),
+    StepVariant(DType.E4M3, 128, 16, 4, 3, 4),
+    StepVariant(DType.E4M3, 256, 16, 4, 3, 1),
+)
+"""The first that fits is taken."""
+
+UNITS = tuple(CompileUnit(SOURCE, (v.expression,)) for v in VARIANTS)
+
+
+def pick_variant(limits: DeviceLimits, kv: DType, head_dim: int, group: int) -> StepVariant:
+    """The first variant of this head size and page type that fits. Raises ValueError if there is none."""
+    if not 1 <= group <= MAX_GROUP:
+        raise ValueError(f"{SOURCE}: {group} query heads per kv head; at most {MAX_GROUP} are supported")
+    if kv is DType.E4M3 and limits.compute_capability < (8, 9):
+        raise ValueError(f"{SOURCE}: e4m3 pages need compute capability 8.9 or newer")
+    for variant in VARIANTS:
+        fits = variant.shared_bytes(group) + _RESERVED_BYTES <= limits.shared_bytes_per_block
+        if (variant.kv, variant.head_dim) == (kv, head_dim) and fits and variant.holds(group):
+            return variant
+    raise ValueError(
+        f"{SOURCE}: no variant for {kv.value} pages of head_dim {head_dim}, {group} query heads per kv head, "
+        f"{limits.shared_bytes_per_block} B of shared memory"
+    )
+
+
+def pick_cluster(limits: DeviceLimits, rows: int, n_kv_heads: int) -> int:
+    """Blocks that share a row's kv head: as many as let two blocks a multiprocessor hold all rows."""
+    if limits.compute_capability < (9, 0):
+        return 1
+    cluster = MAX_CLUSTER
+    while cluster > 1 and rows * n_kv_heads * cluster > 2 * limits.multiprocessors:
+        cluster //= 2
+    return cluster
+
+
+def attention_step(
+    library: KernelLibrary,
+    limits: DeviceLimits,
+    *,
+    heads: HeadInput,
+    row_slot: Tensor,
+    slot_position: Tensor,
+    slot_active: Tensor,
+    block_table: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    out: Tensor,
+    scale: float,
+    k_scales: Tensor | None = None,
+    v_scales: Tensor | None = None,
+    window: int | None = None,
+    variant: StepVariant | None = None,
+    cluster: int | None = None,
+) -> Launch:
+    """Writes each row's key and value into its page, and softmax(scale · q·k) · v over its pages into out.
+
+    heads            the raw rows and what makes q, k and v of them
+    row_slot         int32 [rows]; −1 for padding
+    slot_position, slot_active  int32 [slots]; the row's token stands at its slot's position. Rows without an
+                     active slot become zeros and write no page
+    block_table      int32 [slots, width]: page of positions 64·i … 64·i + 63
+    k_pages, v_pages bf16 or e4m3 [pages, n_kv_heads, 64, head_dim], head_dim 64, 128 or 256
+    k_scales, v_scales  float32 [pages, n_kv_heads], with e4m3; updated as rope_and_write does
+    out              bf16 [rows, n_heads, head_dim], n_heads / n_kv_heads ≤ 16
+    window           keys a row sees, its own included; None: all before it
+    cluster          None: pick_cluster's
+
+    With dependent launch, all but heads.qkv and heads.row_scale is read while the launch right before still
+    runs: that must not be one that changes slots, the block table or pages.
+
+    Raises ValueError for shapes that do not fit and for e4m3 pages below compute capability 8.9.
+    """
+    rows, n_heads, head_dim = out.shape
+    n_kv_heads = k_pages.shape[1]
+    if n_heads % n_kv_heads:
+        raise ValueError(f"{SOURCE}: {n_heads} heads cannot share {n_kv_heads} kv heads evenly")
+    expect(SOURCE, "out", out, DType.BF16, (rows, n_heads, head_dim))
+    heads.expect_shapes(SOURCE, rows, n_heads, n_kv_heads, head_dim)
+    expect_pages(SOURCE, k_pages, v_pages, k_scales, v_scales, head_dim)
+    expect(SOURCE, "row_slot", row_slot, DType.I32, (rows,))
+    expect(SOURCE, "block_table", block_table, DType.I32, (None, None))
+    expect(SOURCE, "slot_position", slot_position, DType.I32, (block_table.shape[0],))
+    expect(SOURCE, "slot_active", slot_active, DType.I32, (block_table.shape[0],))
+    group = n_heads // n_kv_heads
+    variant = variant or pick_variant(limits, k_pages.dtype, head_dim, group)
+    cluster = cluster or pick_cluster(limits, rows, n_kv_heads)
+    if variant.kv is not k_pages.dtype or not variant.holds(group) or PAGE_SIZE % variant.keys:
+        raise ValueError(f"{SOURCE}: {variant} does not serve {group} heads over {k_pages.dtype.value} pages")
+    shared_bytes = variant.shared_bytes(group)
+    kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
+    arguments = (
+        heads.qkv, heads.bias, heads.weight_scale, heads.row_scale, heads.q_norm, heads.k_norm,
+        heads.cosines, heads.sines, row_slot, slot_position, slot_active, block_table, k_pages, v_pages,
+        k_scales, v_scales, out, i32(n_heads), i32(n_kv_heads),
+        i32(heads.cosines.shape[1]), i32(block_table.shape[1]), i32(window or 0), f32(heads.epsilon),
+        f32(heads.norm_offset), f32(scale),
+    )  # fmt: skip
+    grid, block = Dim3(cluster, n_kv_heads, rows), Dim3(variant.warps * 32)
+    return Launch(kernel, grid, block, arguments, shared_bytes=shared_bytes, cluster=cluster)
