@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
     allow_next_kernel();
 
     float squares = 0.0f;
-    const int x_row = min(lane / 4, rows - 1);
+    const bool has_row = lane / 4 < rows;  // other lanes' columns hold zeros
     const int stride = steps * kTileSteps + Weight::kRowPad;
     if constexpr (kStaged) {
         const int chunks = steps * (kTileSteps / 8);
@@ -129,14 +129,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int place = step * kTileSteps + Weight::x_offset(lane, half);
-            if constexpr (kStaged)
-                values[half] = *reinterpret_cast<const uint4*>(staged + (kRows == 1 ? 0 : x_row * stride) + place);
-            else
-                values[half] = place < k ? load_16(x + int64(x_row) * k + place) : make_uint4(0, 0, 0, 0);
+            if constexpr (kStaged) {
+                if (has_row) values[half] = *reinterpret_cast<const uint4*>(staged + lane / 4 * stride + place);
+            } else {
+                if (has_row)
+                    values[half] = place < k ? load_16(x + int64(lane / 4) * k + place) : make_uint4(0, 0, 0, 0);
+            }
         }
     };
-    uint4 ahead[2];
-    if (!kStaged && warp < steps) take_x(ahead, warp);
+    uint4 ahead[2] = {};  // of the next step
+    if (warp < steps) take_x(ahead, warp);
 
     int slot = 0;
     int turn = 0;
@@ -159,14 +161,8 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
         for (int step = warp; step < padded; step += kWarps) {
             copy_async_wait<kStages - 1>();
             if (step < steps) {
-                uint4 values[2];
-                if constexpr (kStaged) {
-                    take_x(values, step);
-                } else {
-                    values[0] = ahead[0];
-                    values[1] = ahead[1];
-                    take_x(ahead, step + kWarps < steps ? step + kWarps : warp);
-                }
+                const uint4 values[2] = {ahead[0], ahead[1]};
+                take_x(ahead, step + kWarps < steps ? step + kWarps : warp);
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t)
                     weight.multiply(acc[t], ring + slot * kStageBytes + t * Weight::kLaneBytes * kThreads, values);
