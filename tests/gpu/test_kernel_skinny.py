@@ -65,7 +65,16 @@ class Case:
         return np.asarray(product)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.expression)
+def _name(variant: SkinnyVariant) -> str:
+    ring = variant.ring
+    words = (variant.kind.value, variant.out.value, variant.finish.name.lower(), "normed" * variant.norm)
+    rows = "one" if variant.one_row else "some"
+    return "-".join(
+        (*filter(None, words), rows, "staged" if ring.staged else "read", f"{ring.warps}x{ring.stages}")
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=_name)
 def test_a_product_of_few_rows(gpu: Gpu, rng: np.random.Generator, variant: SkinnyVariant) -> None:
     for n, k in SHAPES:
         case = _case(gpu, rng, variant, max(ROWS), n, k)
@@ -130,7 +139,7 @@ def q4_tiles(quants: np.ndarray, scales: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 @pytest.mark.parametrize("kind", list(WeightKind))
-def test_all_e4m3_and_all_nibbles(gpu: Gpu, kind: WeightKind) -> None:
+def test_unit_vectors(gpu: Gpu, kind: WeightKind) -> None:
     """Products with unit vectors give each weight back as it is, subnormal e4m3 included."""
     codes = np.arange(16 * 32, dtype=np.uint32).reshape(16, 32)
     weight: Weight
