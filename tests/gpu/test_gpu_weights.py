@@ -14,29 +14,22 @@ from engine.checkpoint import open_checkpoint
 from engine.cuda import weight_pieces
 from engine.cuda.device import Device
 from engine.cuda.memory import Arena, Layout
+from engine.cuda.loading import load_cuda_engine
 from engine.cuda.weight_loading import LoadReport, load_weights
+from engine.cuda.weight_pieces import converting_units, reserve_staging
 from engine.cuda.weights import device_weights, reserve_weights
 from engine.errors import CheckpointError
+from engine.options import EngineOptions, Precision
+from kernels.compiler import default_cache_folder
+from kernels.launch import KernelLibrary
+from kernels.tensor import DType, Tensor
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
+from scripts.random_checkpoint import write_random_checkpoint
 from scripts.tiny_gguf import write_gguf
+from tests.weight_tiers import GGUF_CONFIG, KINDS, StoredKind, assert_holds
 
 pytestmark = needs_gpu
 BF16 = ml_dtypes.bfloat16
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 320,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +73,7 @@ def test_folders(device: Device, tmp_path: Path, family: str, dtype: str) -> Non
 
 @pytest.mark.parametrize("quant", ["Q4_0", "Q8_0", "Q6_K"])
 def test_gguf_is_expanded(device: Device, tmp_path: Path, quant: str) -> None:
-    report = assert_loads(device, write_gguf(tmp_path / "tiny.gguf", LLAMA, quant=quant))
+    report = assert_loads(device, write_gguf(tmp_path / "tiny.gguf", GGUF_CONFIG, quant=quant))
     assert quant.lower() in report.converted
 
 
@@ -110,3 +103,68 @@ def test_a_reader_that_fails_ends_the_load(
                 load_weights(checkpoint, arena, device)
         finally:
             arena.close()
+
+
+@pytest.fixture(scope="module", params=[Precision.Q4, Precision.FP8])
+def tier(request: pytest.FixtureRequest, device: Device) -> Iterator[tuple[Precision, KernelLibrary]]:
+    """A tier and the kernels that loading it needs."""
+    library = KernelLibrary.build(
+        converting_units(request.param), device.limits.arch, cache_folder=default_cache_folder()
+    )
+    yield request.param, library
+    library.close()
+
+
+@pytest.mark.parametrize("staging_bytes", [8 << 20, 5000])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_tiers_of_few_bits(
+    device: Device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: StoredKind,
+    staging_bytes: int,
+    tier: tuple[Precision, KernelLibrary],
+) -> None:
+    """Bit for bit what the reference engine holds, whatever it is made of, in pieces of few rows too."""
+    precision, library = tier
+    memory = Memory(device)
+    monkeypatch.setattr(weight_pieces, "STAGING_BYTES", staging_bytes)
+    with open_checkpoint(kind.write(tmp_path)) as checkpoint:
+        layout = Layout()
+        reserve_weights(checkpoint.config, layout, precision)
+        reserve_staging(checkpoint.config, layout, precision)
+        arena = Arena.allocate(layout, device)
+        try:
+            memory.poison(Tensor(arena.address, (arena.bytes,), DType.U8))
+            report = load_weights(checkpoint, arena, device, precision=precision, library=library, threads=3)
+            assert_holds(
+                checkpoint,
+                arena,
+                precision,
+                lambda tensor: memory.download(Tensor(tensor.address, (tensor.bytes,), DType.U8)),
+            )
+        finally:
+            arena.close()
+    assert report.requantised == kind.requantised.get(precision, ())
+    assert report.converted == kind.converted
+
+
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.Q4, Precision.FP8])
+def test_loading_peaks_where_serving_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
+) -> None:
+    """0.4 GB of bf16 weights: device memory, asked for again and again while they load, never exceeds what the
+    loaded engine holds by a tenth of it.
+    """
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "vocab_size": 8192}
+    write_random_checkpoint(tmp_path, GGUF_CONFIG | sizes | {"head_dim": 64, "num_attention_heads": 32})
+    with opened_device() as device:
+        before = device.free_bytes()
+        lows: list[int] = []
+        options = EngineOptions(
+            tmp_path, precision=precision, kv_pages=16, max_sequence_length=512, max_sequences=4
+        )
+        engine = load_cuda_engine(options, lambda stage, share: lows.append(device.free_bytes()))
+        held = before - device.free_bytes()
+        engine.close()
+    assert before - min(lows) <= 1.1 * held

@@ -18,15 +18,24 @@ pytest.importorskip("cuda.bindings")
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.checkpoint.tensor import Tensor as StoredTensor
 from engine.config import AttentionSpec, DenseSpec, expected_tensors
+from engine.cuda import weight_pieces
 from engine.cuda.memory import Arena, Layout
 from engine.cuda.weight_conversion import round_to_bf16, write_bf16
-from engine.cuda.weight_pieces import cut, pieces
+from engine.cuda.weight_loading import LoadReport, load_weights
+from engine.cuda.weight_pieces import cut, pieces, reserve_staging
 from engine.cuda.weights import PART, device_weights, reserve_weights, weights_in
 from engine.errors import UnsupportedModelError
+from engine.options import Precision
 from engine.quantization.tensor_type import TensorType
+from kernels.fp8 import Fp8Rows
+from kernels.q4 import Q4Tiles
 from kernels.tensor import DType, Tensor
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from tests.parity.families import CASES, Case, build_checkpoint
+from tests.unit.cuda_twin import HostDevice, HostLibrary, load_twin
+from tests.weight_tiers import KINDS, StoredKind, assert_holds
+
+__all__ = ["load_twin"]
 
 BF16 = ml_dtypes.bfloat16
 DENSE = ("llama-", "mistral-", "mistral3-", "qwen2-", "qwen2_5_vl-", "qwen3-", "smollm3-", "gemma4-")
@@ -169,3 +178,88 @@ def test_pieces_cover_each_row_once_and_carry_their_scales(
         ctypes.memmove(piece.target.address, bits.ctypes.data, piece.target.bytes)
     assert next_row == rows
     np.testing.assert_array_equal(result.view(BF16), stored.to_float32().astype(BF16))
+
+
+def loaded(checkpoint: Checkpoint, precision: Precision) -> tuple[Arena, HostDevice, LoadReport]:
+    """Everything in a poisoned arena on the host, by the kernels' twins."""
+    device, layout = HostDevice(), Layout()
+    reserve_weights(checkpoint.config, layout, precision)
+    reserve_staging(checkpoint.config, layout, precision)
+    arena = Arena.allocate(layout, device)
+    library = None if precision is Precision.BF16 else HostLibrary()
+    heard: list[float] = []
+    report = load_weights(
+        checkpoint,
+        arena,
+        device,  # type: ignore[arg-type]
+        precision=precision,
+        library=library,  # type: ignore[arg-type]
+        threads=3,
+        progress=lambda stage, share: heard.append(share),
+    )
+    assert heard == sorted(heard)
+    assert heard[-1] == pytest.approx(1.0)
+    return arena, device, report
+
+
+def bytes_at(tensor: Tensor) -> np.ndarray:
+    return np.frombuffer((ctypes.c_uint8 * tensor.bytes).from_address(tensor.address), np.uint8)
+
+
+@pytest.mark.usefixtures("load_twin")
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.Q4, Precision.FP8])
+@pytest.mark.parametrize("staging_bytes", [1 << 20, 2000])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_a_tier_holds_what_the_reference_engine_multiplies_by(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: StoredKind,
+    staging_bytes: int,
+    precision: Precision,
+) -> None:
+    """In pieces of a few rows too, and rows that no staging buffer was made for."""
+    monkeypatch.setattr(weight_pieces, "STAGING_BYTES", staging_bytes)
+    with open_checkpoint(kind.write(tmp_path)) as checkpoint:
+        arena, device, report = loaded(checkpoint, precision)
+        assert_holds(checkpoint, arena, precision, bytes_at)
+        arena.close()
+        device.close()
+    assert report.bytes == sum(weight.bytes for weight in device_weights(checkpoint.config, precision))
+    if precision is not Precision.BF16:
+        assert report.requantised == kind.requantised.get(precision, ())
+        assert report.converted == kind.converted
+
+
+def test_the_tier_shows_in_the_types_of_the_weights(tmp_path: Path) -> None:
+    folder = make_tiny_checkpoint(tmp_path, tied=True)
+    kinds = {Precision.BF16: Tensor, Precision.Q4: Q4Tiles, Precision.FP8: Fp8Rows}
+    with open_checkpoint(folder) as checkpoint:
+        config = checkpoint.config
+        for precision, kind in kinds.items():
+            layout = Layout()
+            reserve_weights(config, layout, precision)
+            weights = weights_in(Arena(layout, 1 << 20), config, precision)
+            for layer in weights.layers:
+                linears = layer.mixer.qkv, layer.mixer.o, layer.feed_forward.gate_up, layer.feed_forward.down
+                assert {type(linear.weight) for linear in linears} == {kind}
+            assert isinstance(weights.embedding, Tensor)
+            assert isinstance(weights.head, Q4Tiles if precision is Precision.Q4 else Tensor)
+            assert (weights.head is weights.embedding) == (precision is not Precision.Q4)
+
+
+def test_loading_takes_a_fixed_buffer_beside_the_weights(tmp_path: Path) -> None:
+    """So the peak is the final use and 8 MiB, which stay reserved."""
+    with open_checkpoint(make_tiny_checkpoint(tmp_path)) as checkpoint:
+        for precision, staged in ((Precision.BF16, 0), (Precision.Q4, 8 << 20), (Precision.FP8, 8 << 20)):
+            layout = Layout()
+            reserve_weights(checkpoint.config, layout, precision)
+            reserve_staging(checkpoint.config, layout, precision)
+            assert layout.bytes_by_part().get("staging", 0) == staged
+
+
+def test_groups_name_what_weights_are_for(tmp_path: Path) -> None:
+    with open_checkpoint(make_tiny_checkpoint(tmp_path, family="qwen2")) as checkpoint:
+        groups = {weight.name: weight.group() for weight in device_weights(checkpoint.config)}
+    assert set(groups.values()) == {"embedding", "attention", "feed-forward", "head", "norms"}
+    assert groups["layers.1.feed_forward.down.weight"] == "feed-forward"
+    assert groups["layers.0.attention.qkv.bias"] == groups["final_norm.weight"] == "norms"
