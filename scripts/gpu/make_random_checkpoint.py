@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -163,6 +163,33 @@ def _write_weights(folder: Path, tensors: Mapping[str, tuple[int, ...]], threads
         for write in writes:
             write.result()
     total = 2 * sum(prod(shape) for shape in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_tensors(folder: Path, config: Mapping[str, Any], values: Iterable[tuple[str, Any]]) -> None:
+    """All tensors of a Hugging Face config, and their index, from (name in the file, leading rows in bf16).
+
+    The rest of a tensor is a hole of the file: zeros that cost nothing. Raises ValueError if one is missing.
+    """
+    shards = _shards(_tensors(config))
+    places: dict[str, tuple[int, int]] = {}
+    weight_map: dict[str, str] = {}
+    with ExitStack() as open_files:
+        for number, shard in enumerate(shards, start=1):
+            file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            weight_map |= dict.fromkeys((span.name for span in shard), file_name)
+            descriptor, start = _begin_file(folder / file_name, shard)
+            open_files.callback(os.close, descriptor)
+            places |= {span.name: (descriptor, start + span.offset) for span in shard}
+        for name, rows in values:
+            descriptor, offset = places.pop(name)
+            data = memoryview(np.ascontiguousarray(rows).view(np.uint8).reshape(-1))
+            for first in range(0, len(data), _CHUNK_BYTES):
+                os.pwrite(descriptor, data[first : first + _CHUNK_BYTES], offset + first)
+    if places:
+        raise ValueError(f"no values for {', '.join(sorted(places))}")
+    total = 2 * sum(span.elements for shard in shards for span in shard)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

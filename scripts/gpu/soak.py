@@ -1,17 +1,19 @@
 """Thousands of requests over many streams, ended in every way there is: nothing may leak, no token go astray.
 
-    PYTHONPATH=. python scripts/gpu/soak.py --engine cuda --model qwen3-1.7b --out build/soak
+    PYTHONPATH=. python scripts/gpu/soak.py --engine cuda --model recall --out build/soak
     PYTHONPATH=. python scripts/gpu/soak.py --engine simulated --requests 10000
     PYTHONPATH=. python scripts/gpu/soak.py --target 127.0.0.1:50051
 
 First every subject (a prompt with its own length and sampling) is asked alone. Then the soak: each whole
-answer must be the one given alone, each answer cut short its beginning. Where rounding depends on how many
-rows share a step (--rounding, taken for the CUDA engine), an answer that differs is decoded again with its
-tokens forced: each must be likeliest but for --noise, or, if it was drawn, among those it was drawn from.
+answer must be the one given alone, each answer cut short its beginning. On the model of recall_model.py
+nothing rounds, whatever the precision: that is the sharp test, and first tokens are held against those
+foretold. On others rounding depends on how many rows share a step (--rounding, taken for the CUDA engine): an
+answer that differs is decoded again with its tokens forced, and each must be among the likeliest it was
+chosen from and have the log-probability that was told with it, but for --noise.
 
 Afterwards nothing may run or hold a page, no worker may have been started anew, and memory be where it was
-after the first tenth. --model: a path or name as for `slipstream serve`, "tiny", or a shape of
-make_random_checkpoint.py. Exit code 1 if anything was wrong.
+after the first tenth. --model: a path or name as for `slipstream serve`, "tiny", "recall", "recall-tiny",
+"recall-SHAPE" or a shape of make_random_checkpoint.py. Exit code 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -32,12 +34,17 @@ from typing import Any
 from protos.slipstream.v1.inference_pb2 import GetModelInfoRequest
 from scripts.benchmark.server import serving
 from scripts.gpu.make_random_checkpoint import MODELS, make_random_checkpoint
-from scripts.gpu.soak_requests import Call, make_calls, make_subjects
+from scripts.gpu.recall_model import TINY, Recall, make_recall_model
+from scripts.gpu.soak_requests import Call, Subject, make_calls, make_subjects
 from scripts.gpu.soak_resources import Holdings, when_idle
 from scripts.gpu.soak_streams import Received, Widest, ask_alone, carry_out, find_fault, follows, why_wrong
 from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from service.cli.connection import Connection, control, inference
 
+RECALL = "recall"
+"""Begins the names of the models on which every token is foretold."""
+FORETOLD = 16
+"""Subjects whose first tokens are held against the model's own arithmetic; a tenth of a second each."""
 _LOOKERS = 16
 """Answers decoded again at once."""
 MOST_TOLD = 20
@@ -105,27 +112,53 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--fronts", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounding", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--noise", type=float, default=0.25, help="nats between equals, with --rounding")
     parser.add_argument("--rss-growth-mib", type=float, default=64)
     parser.add_argument("--device-growth-mib", type=float, default=64)
     parser.add_argument("--out", type=Path)
+    parser.set_defaults(recall=None)
     return parser.parse_args()
 
 
 def _serve(stack: ExitStack, options: argparse.Namespace) -> Connection:
     """A server of its own, with a model made for it if need be."""
     model = options.model
-    if model == "tiny" or model in MODELS:
+    if model == "tiny" or model in MODELS or model.startswith(RECALL):
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=in_memory)))
         if model == "tiny":
             make_tiny_checkpoint(folder, head_dim=64)
+        elif model.startswith(RECALL):
+            options.recall = make_recall_model(folder, recall_config(model))
         else:
             make_random_checkpoint(folder, model)
         model = str(folder)
     slots = str(options.streams)
-    flags = ("--engine", options.engine, "--max-sequences", slots, "--fronts", str(options.fronts))
+    flags = ["--engine", options.engine, "--max-sequences", slots, "--fronts", str(options.fronts)]
+    for name in ("precision", "kv_dtype"):
+        if (value := getattr(options, name)) != "auto":
+            flags += [f"--{name.replace('_', '-')}", value]
     return stack.enter_context(serving(model, *flags))
+
+
+def recall_config(model: str) -> dict[str, Any]:
+    """Of "recall", the smallest real shape, "recall-tiny" or "recall-SHAPE"."""
+    shape = model.removeprefix(RECALL).removeprefix("-") or "qwen3-1.7b"
+    return TINY if shape == "tiny" else MODELS[shape]
+
+
+def unforetold(model: Recall, subjects: list[Subject]) -> list[str]:
+    """Greedy first tokens, given alone, that are not those the model must give."""
+    codes = model.codes()
+    greedy = [subject for subject in subjects if subject.top_k == 1][:FORETOLD]
+    wanted = [int(model.logits(subject.prompt, codes).argmax()) for subject in greedy]
+    return [
+        f"{subject.answer[0]} came first after {len(subject.prompt)} tokens, {token} is foretold"
+        for subject, token in zip(greedy, wanted, strict=True)
+        if subject.answer[0] != token
+    ]
 
 
 async def soak(connection: Connection, options: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +166,8 @@ async def soak(connection: Connection, options: argparse.Namespace) -> dict[str,
     async with connection.open_async() as channel:
         stub, metadata = inference(channel), connection.metadata()
         info = await stub.GetModelInfo(GetModelInfoRequest(), metadata=metadata)
-        rounding = info.engine == "cuda" if options.rounding is None else options.rounding
+        rounding = info.engine == "cuda" and options.recall is None
+        rounding = rounding if options.rounding is None else options.rounding
         subjects = make_subjects(
             info, options.subjects, options.seed, options.longest_prompt, options.most_tokens
         )
@@ -142,6 +176,8 @@ async def soak(connection: Connection, options: argparse.Namespace) -> dict[str,
             await ask_alone(stub, connection, subject, f"alone-{number}")
         alone_s = time.perf_counter() - began
         tally = Tally()
+        if options.recall is not None and info.engine != "simulated":
+            tally.faults += unforetold(options.recall, subjects)
         calls = list(make_calls(subjects, options.requests, options.seed + 1))
         warm = len(calls) // 10
         await _run(stub, connection, calls[:warm], options.streams, tally, rounding)

@@ -19,6 +19,7 @@ SHARED_PREFIX = 130
 """Tokens, two pages and a little, that every fourth subject begins with: prefix hits among strangers."""
 TOP_K = 8
 """Of all that is drawn: a token outside of the likeliest few is a wrong one."""
+BOS, FIRST_ORDINARY = 1, 3
 MOST_LOGIT = 8.0
 """Of random weights: the likeliest of 152 k tokens has 4.5 times the logits' spread, which is about 0.9."""
 
@@ -85,9 +86,9 @@ def make_subjects(
 ) -> list[Subject]:
     """`count` subjects of mixed lengths and sampling, the same for the same arguments."""
     draw = random.Random(seed)
-    vocabulary = range(3, info.vocab_size)
+    vocabulary = range(FIRST_ORDINARY, info.vocab_size)
     room = info.max_sequence_length - 1
-    longest_prompt = min(longest_prompt, room - 1)
+    longest_prompt = min(longest_prompt, room - 2)
     shared = draw.choices(vocabulary, k=SHARED_PREFIX)
     subjects = []
     for number in range(count):
@@ -96,6 +97,7 @@ def make_subjects(
         prompt = draw.choices(vocabulary, k=length)
         if kind == 3 and SHARED_PREFIX + length <= longest_prompt:
             prompt = shared + prompt
+        prompt = [BOS, *prompt]
         tokens = min(_answer_length(draw, most_tokens), room - len(prompt))
         subjects.append(Subject(prompt, *_sampling(draw, number, tokens)))
     return subjects
