@@ -159,9 +159,10 @@ __global__ void __launch_bounds__(kWarps * kParts * 32, kMinBlocks)
 #pragma unroll
     for (int m = 0; m < kTilesM; ++m) {
         const int row0 = (warp * kTilesM + m) * 16;
+        unsigned char* rows = shared + row0 * Layout::kRowBytes;
         __syncwarp();
-        place_rows<kHeadDim>(shared, row0, lane, acc[m], softmax[m]);
+        place_rows<kHeadDim>(rows, lane, acc[m], softmax[m]);
         __syncwarp();
-        store_rows<kHeadDim>(out, tile, shared, row0, lane, n_heads, kv_head, group);
+        store_rows<kHeadDim>(out, tile, rows, tile.first_packed + row0, lane, n_heads, kv_head, group);
     }
 }

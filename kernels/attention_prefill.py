@@ -1,4 +1,6 @@
-"""Prefill attention over ragged prompt segments with paged prefixes (attention_prefill.cu)."""
+"""Prefill attention over ragged prompt segments with paged prefixes: attention_prefill.cu, and on Hopper
+attention_prefill_wgmma.cu, which answers for bf16 pages and head sizes 64 and 128.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ from numpy.typing import NDArray
 
 from kernels.compiler import CompileUnit
 from kernels.device import DeviceLimits
-from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
+from kernels.launch import Argument, Dim3, KernelLibrary, Launch, f32, i32
 from kernels.tensor import DType, Tensor, expect
+from kernels.tensor_map import page_map
 
 SOURCE = "attention_prefill.cu"
+HOPPER_SOURCE = "attention_prefill_wgmma.cu"
 PAGE_SIZE = 64
 TILE_INTS = 8
 """Numbers of one tile in the list that tile_list makes."""
@@ -55,6 +59,32 @@ class PrefillVariant:
         return f"attention_prefill<{shape}, {pages.value}>"
 
 
+@dataclass(frozen=True, slots=True)
+class HopperVariant:
+    """One head size on wgmma."""
+
+    head_dim: int
+    stages: int
+    """Pages in each of the rings of keys and of values."""
+    turns: bool
+    """Whether the two consumers take turns at the tensor cores."""
+
+    rows = 128
+    """Packed query rows per block, 64 for each consumer."""
+    threads = 384
+
+    @property
+    def shared_bytes(self) -> int:
+        """Both rings, the queries and the results."""
+        return (2 * self.stages * PAGE_SIZE + 2 * self.rows) * self.head_dim * 2
+
+    @property
+    def expression(self) -> str:
+        return f"attention_prefill_wgmma<{self.head_dim}, {self.stages}, {str(self.turns).lower()}>"
+
+
+HOPPER_VARIANTS = (HopperVariant(64, 8, True), HopperVariant(128, 5, True))
+
 VARIANTS = (
     PrefillVariant(64, 4, 2, 64, 2, 1, "always"),
     PrefillVariant(64, 4, 2, 64, 1, 2, "few tiles"),
@@ -76,7 +106,7 @@ def _units() -> tuple[CompileUnit, ...]:
     )
 
 
-UNITS = _units()
+UNITS = (*_units(), *(CompileUnit(HOPPER_SOURCE, (v.expression,)) for v in HOPPER_VARIANTS))
 
 
 def pick_variant(limits: DeviceLimits, head_dim: int, blocks: int | None = None) -> PrefillVariant:
@@ -95,6 +125,13 @@ def pick_variant(limits: DeviceLimits, head_dim: int, blocks: int | None = None)
         raise ValueError(f"{SOURCE}: no variant for head_dim {head_dim} in {room}")
     shared = [v for v in fitting if few and v.parts > 1 and v.rows == fitting[0].rows]
     return shared[0] if shared else fitting[0]
+
+
+def pick_hopper_variant(limits: DeviceLimits, head_dim: int, pages: DType) -> HopperVariant | None:
+    """The wgmma arm for this head size and type of pages; None where there is none."""
+    if limits.arch != "sm_90a" or pages is not DType.BF16:
+        return None
+    return next((variant for variant in HOPPER_VARIANTS if variant.head_dim == head_dim), None)
 
 
 def tile_list(
@@ -140,7 +177,7 @@ def attention_prefill(
     window: int | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    variant: PrefillVariant | None = None,
+    variant: PrefillVariant | HopperVariant | None = None,
 ) -> Launch:
     """Causal softmax(scale · q·k) · v of the rows that the tiles cover; other rows are not written.
 
@@ -165,17 +202,22 @@ def attention_prefill(
     expect(SOURCE, "n_tiles", n_tiles, DType.I32, (1,))
     if n_heads % n_kv_heads:
         raise ValueError(f"{SOURCE}: {n_heads} heads cannot share {n_kv_heads} kv heads evenly")
+    numbers = (i32(n_heads), i32(n_kv_heads), i32(block_table.shape[1]), i32(window or 0), f32(scale))
+    lists = (block_table, tiles, n_tiles, out, *numbers)
     if variant is None:
         variant = pick_variant(limits, head_dim)
         variant = pick_variant(limits, head_dim, -(-rows * n_heads // variant.rows))
-    name = variant.expression(k_pages.dtype)
-    kernel = library.kernel(SOURCE, name, dynamic_shared_bytes=variant.shared_bytes)
-    arguments = (
-        query, k_pages, v_pages, k_scales, v_scales, block_table, tiles, n_tiles, out, i32(n_heads),
-        i32(n_kv_heads), i32(block_table.shape[1]), i32(window or 0), f32(scale),
-    )  # fmt: skip
-    grid = Dim3(n_kv_heads, tiles.shape[0])
-    return Launch(kernel, grid, Dim3(variant.threads), arguments, shared_bytes=variant.shared_bytes)
+    shared_bytes = variant.shared_bytes
+    if isinstance(variant, HopperVariant):
+        kernel = library.kernel(HOPPER_SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
+        arguments: tuple[Argument, ...] = (query, page_map(k_pages), page_map(v_pages), *lists)
+        grid = Dim3(min(limits.multiprocessors, tiles.shape[0] * n_kv_heads))
+    else:
+        name = variant.expression(k_pages.dtype)
+        kernel = library.kernel(SOURCE, name, dynamic_shared_bytes=shared_bytes)
+        arguments = (query, k_pages, v_pages, k_scales, v_scales, *lists)
+        grid = Dim3(n_kv_heads, tiles.shape[0])
+    return Launch(kernel, grid, Dim3(variant.threads), arguments, shared_bytes=shared_bytes)
 
 
 def _expect_pages(

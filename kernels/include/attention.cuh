@@ -81,23 +81,22 @@ struct OnlineSoftmax {
     }
 };
 
-// Turns a tile's scores into weights: raises the maxima of rows lane/4 and lane/4 + 8, rescales what the
-// rows have accumulated, and sums the weights.
-template <int kPairs, int kColumns>
-__device__ __forceinline__ void weigh(float (&scores)[kPairs][4], float (&acc)[kColumns][4],
-                                      OnlineSoftmax (&rows)[2], float unit) {
+// Raises the maxima of rows lane/4 and lane/4 + 8 by a tile's scores. factors: for what they have accumulated.
+template <int kPairs>
+__device__ __forceinline__ void raise_rows(const float (&scores)[kPairs][4], OnlineSoftmax (&rows)[2],
+                                           float unit, float (&factors)[2]) {
     float highest[2] = {-INFINITY, -INFINITY};
 #pragma unroll
     for (int n = 0; n < kPairs; ++n)
 #pragma unroll
         for (int j = 0; j < 4; ++j) highest[j / 2] = fmaxf(highest[j / 2], scores[n][j]);
-    const float factors[2] = {rows[0].raise(highest[0], unit), rows[1].raise(highest[1], unit)};
-    if (__any_sync(0xffffffffu, factors[0] != 1.0f || factors[1] != 1.0f)) {
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-            for (int j = 0; j < 4; ++j) acc[n][j] *= factors[j / 2];
-    }
+    factors[0] = rows[0].raise(highest[0], unit);
+    factors[1] = rows[1].raise(highest[1], unit);
+}
+
+// Turns scores into weights relative to the rows' maxima, and sums them.
+template <int kPairs>
+__device__ __forceinline__ void weigh_scores(float (&scores)[kPairs][4], OnlineSoftmax (&rows)[2], float unit) {
     const float bases[2] = {rows[0].base(unit), rows[1].base(unit)};
 #pragma unroll
     for (int n = 0; n < kPairs; ++n)
@@ -106,6 +105,27 @@ __device__ __forceinline__ void weigh(float (&scores)[kPairs][4], float (&acc)[k
             scores[n][j] = exp2_fast(fmaf(scores[n][j], unit, -bases[j / 2]));
             rows[j / 2].sum += scores[n][j];
         }
+}
+
+// Multiplies what the rows have accumulated, if a factor of the warp's rows is not 1.
+template <int kColumns>
+__device__ __forceinline__ void rescale(float (&acc)[kColumns][4], const float (&factors)[2]) {
+    if (!__any_sync(0xffffffffu, factors[0] != 1.0f || factors[1] != 1.0f)) return;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) acc[n][j] *= factors[j / 2];
+}
+
+// Turns a tile's scores into weights: raises the maxima of rows lane/4 and lane/4 + 8, rescales what the
+// rows have accumulated, and sums the weights.
+template <int kPairs, int kColumns>
+__device__ __forceinline__ void weigh(float (&scores)[kPairs][4], float (&acc)[kColumns][4],
+                                      OnlineSoftmax (&rows)[2], float unit) {
+    float factors[2];
+    raise_rows(scores, rows, unit, factors);
+    rescale(acc, factors);
+    weigh_scores(scores, rows, unit);
 }
 
 // Weights of 16 keys as an A operand.

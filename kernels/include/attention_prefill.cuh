@@ -41,14 +41,13 @@ __device__ __forceinline__ void load_queries(const bf16* query, const QueryTile&
 
 // Puts a warp's 16 rows of sums, divided by their weights' total, into shared memory as bf16.
 template <int kHeadDim>
-__device__ __forceinline__ void place_rows(unsigned char* shared, int row0, int lane,
-                                           const float (&acc)[kHeadDim / 8][4],
+__device__ __forceinline__ void place_rows(unsigned char* shared, int lane, const float (&acc)[kHeadDim / 8][4],
                                            const OnlineSoftmax (&softmax)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const float total = softmax[half].total();
         const float inverse = total > 0.0f ? 1.0f / total : 0.0f;
-        const int row = row0 + half * 8 + lane / 4;
+        const int row = half * 8 + lane / 4;
 #pragma unroll
         for (int n = 0; n < kHeadDim / 8; ++n) {
             const uint32 both = pack_bf16(acc[n][half * 2] * inverse, acc[n][half * 2 + 1] * inverse);
@@ -57,16 +56,17 @@ __device__ __forceinline__ void place_rows(unsigned char* shared, int row0, int 
     }
 }
 
-// Writes 16 rows that one warp has put into shared memory to where they belong in `out`.
+// Writes 16 rows that one warp has put into shared memory to where they belong in `out`: packed row
+// first_packed and those behind it.
 template <int kHeadDim>
 __device__ __forceinline__ void store_rows(bf16* out, const QueryTile& tile, const unsigned char* shared,
-                                           int row0, int lane, int n_heads, int kv_head, int group) {
+                                           int first_packed, int lane, int n_heads, int kv_head, int group) {
     using Layout = TileLayout<kHeadDim>;
 #pragma unroll 4
     for (int i = lane; i < 16 * Layout::kChunks; i += 32) {
-        const int row = row0 + i / Layout::kChunks;
+        const int row = i / Layout::kChunks;
         const int chunk = i % Layout::kChunks;
-        const int packed = tile.first_packed + row;
+        const int packed = first_packed + row;
         if (packed / group >= tile.segment_length) continue;
         *reinterpret_cast<uint4*>(out + tile.head_row(packed, n_heads, kv_head, group) * kHeadDim +
                                   chunk * 8) =

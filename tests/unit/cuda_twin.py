@@ -24,6 +24,7 @@ from engine.cuda.graphs import Eager
 from engine.cuda.settings import CudaSettings
 from engine.options import EngineOptions
 from kernels import launch as kernel_launch
+from kernels import tensor_map
 from kernels.device import DeviceLimits
 from kernels.launch import Kernel
 from kernels.tensor import Tensor
@@ -148,6 +149,11 @@ def _launch(config: int, function: int, pointers: int, _: int) -> int:
     return 0
 
 
+def _encode(address: int, *_: object) -> tensor_map.TensorMap:
+    """In place of the driver's encoder."""
+    return tensor_map.TensorMap((ctypes.c_uint64 * 16)(address))
+
+
 FAILURES: list[Exception] = []
 
 
@@ -195,6 +201,7 @@ class HostPlanner:
 def load_twin(monkeypatch: pytest.MonkeyPatch) -> Any:
     """load_cuda_engine on host memory: takes EngineOptions and, if need be, CudaSettings."""
     monkeypatch.setattr(kernel_launch, "_driver_launch", lambda: LAUNCH)
+    monkeypatch.setattr(tensor_map, "encode", _encode)
     monkeypatch.setattr(loading, "Device", HostDevice)
     monkeypatch.setattr(loading, "KernelLibrary", HostLibrary)
     monkeypatch.setattr(loading, "GemmPlanner", HostPlanner)

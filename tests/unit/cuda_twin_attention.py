@@ -261,3 +261,10 @@ def prefill(
             q = array(query + (first + row) * size, BF16, n_heads, dim).astype(F32)
             result = array(out + (first + row) * size, BF16, n_heads, dim)
             result[:] = attend(q, k[begin:end], v[begin:end], scale)
+
+
+def prefill_wgmma(grid: Any, kinds: list[str], query: int, k_pages: int, v_pages: int, *rest: Any) -> None:
+    """Blocks that stay, over bf16 pages; the same answer."""
+    assert grid[1] == 1
+    tiles = int(array(rest[2], I32, 1)[0])
+    prefill((grid[0], tiles), [kinds[0], "bf16"], query, k_pages, v_pages, 0, 0, *rest)

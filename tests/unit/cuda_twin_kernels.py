@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kernels.slots import SlotArrays
+from kernels.tensor_map import TensorMap
 from tests.unit import cuda_twin_attention as attention
 from tests.unit import cuda_twin_fp8 as fp8
 from tests.unit import cuda_twin_q4 as q4
@@ -16,7 +17,14 @@ from tests.unit.cuda_twin_memory import view
 
 __all__ = ["run", "view"]
 
-_SCALARS = {"p": ctypes.c_uint64, "i": ctypes.c_int32, "f": ctypes.c_float, "S": SlotArrays, "x": None}
+_SCALARS = {
+    "p": ctypes.c_uint64,
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "S": SlotArrays,
+    "M": TensorMap,
+    "x": None,
+}
 
 
 def run(expression: str, grid: tuple[int, ...], pointers: int) -> None:
@@ -35,6 +43,8 @@ def _value(kind: str, address: int) -> Any:
     if c_type is None:
         return None
     value = c_type.from_address(address)
+    if kind == "M":
+        return int(value.opaque[0])  # where the twin of its encoder puts the address
     return value if kind == "S" else value.value
 
 
@@ -56,6 +66,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "attention_decode": ("p" * 9 + "iiif", attention.decode),
     "merge_splits": ("ppppii", None),
     "attention_prefill": ("p" * 9 + "iiiif", attention.prefill),
+    "attention_prefill_wgmma": ("pMMppppiiiif", attention.prefill_wgmma),
     "sample_scan": ("", None),
     "sample_weigh": ("", None),
     "sample_cut": ("", None),
@@ -66,4 +77,4 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "change_slots": ("pppSpi", sampling.change),
     "start_slots": ("ppppS", sampling.start),
 }
-"""Kinds of arguments (pointer, int32, float, slot arrays, x: not looked at) and the twin, by kernel."""
+"""Kinds of arguments (pointer, int32, float, slots, tensor map, x: not looked at) and the twin, by kernel."""
