@@ -19,6 +19,9 @@ _VECTOR = 8
 _FP8_MULTIPLE = 16
 """Of n and k: cuBLASLt takes e4m3 rows that are aligned to 16 bytes only."""
 
+_FP8_BIASES = (".q.bias", ".k.bias", ".v.bias")
+"""That rope adds behind the scales; the others' raw sums go where nobody adds a bias."""
+
 
 def require_supported(config: ModelConfig) -> None:
     """Raises UnsupportedModelError that names each feature without a kernel, and where it stands."""
@@ -45,6 +48,8 @@ def why_not_precision(config: ModelConfig, precision: Precision, capability: tup
     if precision is Precision.FP8 and capability < FP8_CAPABILITY:
         return _too_old("fp8 weights need", capability)
     for name, shape in expected_tensors(config).items():
+        if precision is Precision.FP8 and name.endswith(".bias") and not name.endswith(_FP8_BIASES):
+            return f"it has {name}: products in fp8 take biases of q, k and v only"
         is_head = name == ("embedding.weight" if config.tied_embeddings else "head.weight")
         if len(shape) != 2 or not (name.startswith("layers.") or (is_head and precision is Precision.Q4)):
             continue

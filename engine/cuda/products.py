@@ -126,19 +126,29 @@ class Products:
         self.calls.append(skinny_product(library, limits, x=x, weight=weight, y=y, finish=finish, norm=fused))
 
     def _normalised(self, norm: Norm) -> Tensor:
-        """Adds what the product before left, and normalises the residual stream."""
+        """The normalised residual stream, bf16 [rows, hidden]."""
+        self._normalise(norm, self._normed)
+        return self._normed
+
+    def _normalise(self, norm: Norm, out: Tensor, scale: Tensor | None = None) -> None:
+        """Adds what the product before left, and normalises the residual stream.
+
+        out: [rows, hidden] in bf16, or in e4m3 with its rows' `scale`.
+        """
         pending, self._pending = self._pending, None
         launch = add_rms_norm(
             self._parts.library,
             residual=self.residual,
             weight=norm.weight,
-            out=self._normed,
+            out=out,
+            scale=scale,
             epsilon=norm.spec.eps,
             delta=pending.values if pending else None,
+            delta_weight_scale=pending.weight_scale if pending else None,
+            delta_row_scale=pending.row_scale if pending else None,
             weight_offset=norm.spec.weight_offset,
         )
         self.calls.append(launch)
-        return self._normed
 
     def _product(
         self, x: Tensor, weight: Tensor, y: Tensor, *, bias: Tensor | None = None, c: Tensor | None = None

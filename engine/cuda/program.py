@@ -11,6 +11,7 @@ from engine.config import AttentionSpec, DenseSpec
 from engine.cuda.buffers import part
 from engine.cuda.parts import Call, Parts
 from engine.cuda.products import Norm, Products
+from engine.cuda.products_fp8 import make_products
 from engine.cuda.rows import Rows
 from kernels.embedding import embed
 from kernels.tensor import Tensor
@@ -48,7 +49,7 @@ def rest_of_last_layer(parts: Parts, chosen: Tensor) -> Products:
         embed(parts.library, table=table, out=out, tokens=chosen)
         for table, out in ((passed.residual, residual), (all_attended, attended))
     ]
-    products = Products(parts, activations, count, calls)
+    products = make_products(parts, activations, count, calls)
     _behind_attention(parts, products, len(parts.config.layers) - 1)
     return products
 
@@ -60,7 +61,7 @@ def final_norm(parts: Parts) -> Norm:
 def _begin(parts: Parts, rows: Rows) -> Products:
     activations = parts.buffers.activations
     calls: list[Call] = [*rows.begin(activations.residual.rows(0, rows.count))]
-    return Products(parts, activations, rows.count, calls)
+    return make_products(parts, activations, rows.count, calls)
 
 
 def _attention(parts: Parts, rows: Rows, products: Products, index: int) -> None:

@@ -51,6 +51,8 @@ class _Attention:
         return rope_and_write(
             self._parts.library,
             qkv=qkv.values,
+            weight_scale=qkv.weight_scale,
+            row_scale=qkv.row_scale,
             cosines=table.cosines,
             sines=table.sines,
             block_table=buffers.block_table,
