@@ -13,8 +13,8 @@ from cuda_support import Memory, needs_gpu, opened_device
 from engine.checkpoint import open_checkpoint
 from engine.cuda import weight_pieces
 from engine.cuda.device import Device
-from engine.cuda.memory import Arena, Layout
 from engine.cuda.loading import load_cuda_engine
+from engine.cuda.memory import Arena, Layout
 from engine.cuda.weight_loading import LoadReport, load_weights
 from engine.cuda.weight_pieces import converting_units, reserve_staging
 from engine.cuda.weights import device_weights, reserve_weights
@@ -153,7 +153,7 @@ def test_tiers_of_few_bits(
 def test_loading_peaks_where_serving_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: Precision
 ) -> None:
-    """0.4 GB of bf16 weights: device memory, asked for again and again while they load, never exceeds what the
+    """Of 0.4 GB in bf16: device memory, looked at again and again while they load, never exceeds what the
     loaded engine holds by a tenth of it.
     """
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 3, "vocab_size": 8192}
