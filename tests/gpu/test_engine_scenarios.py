@@ -25,6 +25,7 @@ from tests.cuda_scenarios import (
     logprobs_are_those_of_the_reference,
 )
 from tests.parity.families import Case
+from tests.recall_scenarios import SCENARIOS as RECALL_SCENARIOS
 
 pytestmark = pytest.mark.gpu
 LAZY = CudaSettings(tune=False, capture=False)
@@ -78,3 +79,10 @@ def test_a_family_has_the_logprobs_of_the_reference(
     tmp_path: Path, load_with_all_arms: Load, case: Case
 ) -> None:
     a_family_has_the_logprobs_of_the_reference(load_with_all_arms, tmp_path, case)
+
+
+@pytest.mark.parametrize("scenario", RECALL_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_every_token_is_foretold_by_whatever_arm(
+    tmp_path: Path, load_with_all_arms: Load, scenario: object
+) -> None:
+    scenario(load_with_all_arms, tmp_path)  # type: ignore[operator]
