@@ -24,6 +24,8 @@ from tests.cuda_scenarios import (
     family_cases,
     logprobs_are_those_of_the_reference,
 )
+from tests.fp8_scenarios import FAMILIES as FP8_FAMILIES
+from tests.fp8_scenarios import SCENARIOS as FP8_SCENARIOS
 from tests.parity.families import Case
 from tests.recall_scenarios import SCENARIOS as RECALL_SCENARIOS
 
@@ -86,3 +88,9 @@ def test_every_token_is_foretold_by_whatever_arm(
     tmp_path: Path, load_with_all_arms: Load, scenario: object
 ) -> None:
     scenario(load_with_all_arms, tmp_path)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("family", FP8_FAMILIES)
+@pytest.mark.parametrize("scenario", FP8_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_fp8_scenario(tmp_path: Path, load_with_all_arms: Load, scenario: object, family: str) -> None:
+    scenario(load_with_all_arms, tmp_path, family)  # type: ignore[operator]

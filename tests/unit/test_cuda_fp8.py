@@ -1,10 +1,9 @@
-"""The CUDA engine in FP8 against the reference engine, which rounds the same weights and activations."""
+"""The FP8 tier of the CUDA engine on host memory, and what it refuses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,69 +14,20 @@ from engine.checkpoint import open_checkpoint
 from engine.config import AttentionSpec, DenseSpec
 from engine.cuda.features import why_not_precision
 from engine.cuda.products_fp8 import fp8_rows_in
-from engine.interface import Sampling
 from engine.options import Precision
-from engine.reference import ReferenceEngine
 from kernels.tensor import DType, Tensor
-from tests.cuda_scenarios import Load, assert_close, checkpoint, options, prompt
+from tests.cuda_scenarios import Load, checkpoint, options, prompt
+from tests.fp8_scenarios import FAMILIES, FP8, SCENARIOS
 from tests.parity.reference_driver import Driver
 from tests.unit.cuda_twin import HostLibrary, load_twin
 
 __all__ = ["load_twin"]
-FAMILIES = ("llama", "qwen2", "qwen3")
-SAMPLING = Sampling(temperature=0.0, logprobs=3, prompt_logprobs=2)
-FP8: dict[str, Any] = {"precision": Precision.FP8}
-
-
-def reference(folder: Path, *, fp8_activations: bool, **changes: Any) -> Driver:
-    with open_checkpoint(folder) as opened:
-        chosen = options(folder, threads=1, **(FP8 | changes))
-        return Driver(ReferenceEngine(opened, chosen, fp8_activations=fp8_activations))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pass_of_many_rows(tmp_path: Path, load_twin: Load, family: str) -> None:
-    checkpoint(tmp_path, family)
-    found = Driver(load_twin(options(tmp_path, **FP8)))
-    wanted = reference(tmp_path, fp8_activations=True)
-    for driver in (found, wanted):
-        for slot, length in ((3, 70), (4, 33)):
-            driver.start(slot, prompt(length), SAMPLING)
-        driver.prefill(3, 4, chunk=29)
-    for slot in (3, 4):
-        assert_close(found.prompt_logprobs[slot], wanted.prompt_logprobs[slot])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_few_rows_keep_activations_in_bf16(tmp_path: Path, load_twin: Load, family: str) -> None:
-    """One slot, steps of seven tokens: no pass and no step has more than eight rows."""
-    checkpoint(tmp_path, family)
-    sizes = {"max_sequences": 1, "max_step_tokens": 7, "kv_pages": 2, "max_sequence_length": 128}
-    found = Driver(load_twin(options(tmp_path, **FP8, **sizes)))
-    wanted = reference(tmp_path, fp8_activations=False, **sizes)
-    for driver in (found, wanted):
-        driver.start(0, prompt(50), SAMPLING)
-        driver.prefill(0, chunk=7)
-    assert_close(found.prompt_logprobs[0], wanted.prompt_logprobs[0])
-    found.decode(3)
-    assert len(found.tokens[0]) == 4
-
-
-def test_wide_decode_steps(tmp_path: Path, load_twin: Load) -> None:
-    """Twelve slots decode at once; the reference follows each one's tokens."""
-    checkpoint(tmp_path)
-    sizes = {"max_sequences": 12, "max_step_tokens": 96, "kv_pages": 40}
-    found = Driver(load_twin(options(tmp_path, **FP8, **sizes)))
-    for slot in range(12):
-        found.start(slot, prompt(20 + slot), SAMPLING)
-    found.prefill(*range(12), chunk=8)
-    found.decode(3)
-    for slot in (0, 11):
-        forced = reference(tmp_path, fp8_activations=True, **sizes)
-        before = 20 + slot
-        forced.start(0, [*prompt(before), *found.tokens[slot]], Sampling(temperature=0.0, prompt_logprobs=3))
-        forced.prefill(0)
-        assert_close(found.logprobs[slot], forced.prompt_logprobs[0][before - 1 :])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_scenario(tmp_path: Path, load_twin: Load, scenario: object, family: str) -> None:
+    scenario(load_twin, tmp_path, family)  # type: ignore[operator]
 
 
 def test_which_kernels_the_tier_runs(tmp_path: Path, load_twin: Load) -> None:
