@@ -123,12 +123,11 @@ __device__ __forceinline__ void produce(const TensorMap& k_map, const TensorMap&
 template <int kHeadDim>
 __device__ __forceinline__ void start_scores(float (&scores)[8][4], const uint32 (&queries)[kHeadDim / 16][4],
                                              uint32 keys) {
+    const Matrix<16, 1024> matrix(keys);
     wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kHeadDim / 16; ++step) {
-        const uint32 address = keys + step / 4 * (kPageSize * 128) + step % 4 * 32;
-        wgmma<0>(scores, queries[step], matrix_descriptor(address, 16, 1024), step > 0);
-    }
+    for (int step = 0; step < kHeadDim / 16; ++step)
+        wgmma<0>(scores, queries[step], matrix.from(step / 4 * kPageSize * 128 + step % 4 * 32), step > 0);
     wgmma_commit();
 }
 
@@ -136,10 +135,11 @@ __device__ __forceinline__ void start_scores(float (&scores)[8][4], const uint32
 template <int kHeadDim>
 __device__ __forceinline__ void start_values(float (&acc)[kHeadDim / 8][4], const uint32 (&weights)[4][4],
                                              uint32 values) {
+    const Matrix<kPageSize * 128, 1024> matrix(values);
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kPageSize / 16; ++step)
-        wgmma<1>(acc, weights[step], matrix_descriptor(values + step * 2048, kPageSize * 128, 1024), 1);
+        wgmma<1>(acc, weights[step], matrix.from(step * 16 * 128), 1);
     wgmma_commit();
 }
 

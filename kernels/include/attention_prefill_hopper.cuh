@@ -105,10 +105,21 @@ __device__ __forceinline__ void hold(uint32 (&values)[kSteps][4]) {
 }
 
 // A matrix in shared memory, in atoms of 8 rows of 128 bytes with swizzled chunks. Strides in bytes.
-__device__ __forceinline__ uint64 matrix_descriptor(uint32 address, int leading, int stride) {
-    return uint64((address & 0x3ffff) >> 4) | uint64(leading >> 4) << 16 | uint64(stride >> 4) << 32 |
-           uint64(1) << 62;
-}
+template <int kLeading, int kStride>
+struct Matrix {
+    uint32 place;
+
+    __device__ __forceinline__ explicit Matrix(uint32 address)
+        : place((address & 0x3ffff) >> 4 | uint32(kLeading >> 4) << 16) {}
+
+    // The descriptor from so many bytes on. One addition: the tensor cores wait for longer chains.
+    __device__ __forceinline__ uint64 from(int bytes) const {
+        constexpr uint32 kRest = kStride >> 4 | 1u << 30;
+        uint64 descriptor;
+        asm("mov.b64 %0, {%1, %2};" : "=l"(descriptor) : "r"(place + (bytes >> 4)), "n"(kRest));
+        return descriptor;
+    }
+};
 
 #define SLIPSTREAM_QUAD(array, n) \
     "+f"(array[n][0]), "+f"(array[n][1]), "+f"(array[n][2]), "+f"(array[n][3])
