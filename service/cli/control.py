@@ -166,7 +166,8 @@ def _print_status(answer: GetStatusResponse) -> None:
             f"{name} {_size(size)}" for name, size in sorted(worker.memory_plan.items()) if size
         )
         if memory:
-            console.print(f"worker {worker.index} memory: {memory}", highlight=False)
+            held = f"{worker.weight_dtype} weights, {worker.kv_dtype} KV"
+            console.print(f"worker {worker.index} memory: {memory} ({held})", highlight=False)
         for fallback in worker.fallbacks:
             console.print(f"[yellow]worker {worker.index}: {fallback}[/]", highlight=False)
         if worker.last_error:

@@ -185,6 +185,8 @@ def _worker_status(view: WorkerView) -> control_pb2.WorkerStatus:
     if report.info is not None:
         message.engine = report.info.engine
         message.device = report.info.device
+        message.weight_dtype = report.info.weight_dtype
+        message.kv_dtype = report.info.kv_dtype
         message.memory_plan.update(report.info.memory_plan)
         message.fallbacks.extend(report.info.fallbacks)
     if report.capacity is not None:

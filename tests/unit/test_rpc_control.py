@@ -70,6 +70,7 @@ def test_status_at_any_time(tiny_checkpoint: Path, workers: list[WorkerState], s
                     100, 2, "weights", "killed",
                 )  # fmt: skip
                 assert (second.running, second.engine) == (0, "simulated")
+                assert (first.weight_dtype, first.kv_dtype) == (INFO.weight_dtype, INFO.kv_dtype)
                 assert second.pages_free == 0, "a worker that does not run has nothing to give"
                 assert dict(reply.versions) == {"grpcio": "1", "numpy": "2"}
 

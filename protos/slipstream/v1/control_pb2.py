@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/control.proto\x12\rslipstream.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xbd\x02\n\x11GetStatusResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.ServerState\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06\x66ronts\x18\x04 \x01(\r\x12\r\n\x05\x66ront\x18\x05 \x01(\r\x12\x14\n\x0copen_streams\x18\x06 \x01(\r\x12,\n\x07workers\x18\x07 \x03(\x0b\x32\x1b.slipstream.v1.WorkerStatus\x12@\n\x08versions\x18\x08 \x03(\x0b\x32..slipstream.v1.GetStatusResponse.VersionsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xec\x03\n\x0cWorkerStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.WorkerState\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12\x12\n\nload_stage\x18\x05 \x01(\t\x12\x15\n\rload_progress\x18\x06 \x01(\x01\x12\x12\n\nlast_error\x18\x07 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x0e\n\x06paused\x18\x0c \x01(\r\x12\r\n\x05slots\x18\r \x01(\r\x12\r\n\x05pages\x18\x0e \x01(\r\x12\x12\n\npages_free\x18\x0f \x01(\r\x12\x14\n\x0cpages_cached\x18\x10 \x01(\r\x12\r\n\x05steps\x18\x11 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x12 \x01(\x04\x12@\n\x0bmemory_plan\x18\x13 \x03(\x0b\x32+.slipstream.v1.WorkerStatus.MemoryPlanEntry\x12\x11\n\tfallbacks\x18\x14 \x03(\t\x1a\x31\n\x0fMemoryPlanEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"U\n\x12GetMetricsResponse\x12&\n\x07metrics\x18\x01 \x03(\x0b\x32\x15.slipstream.v1.Metric\x12\x17\n\x0fprometheus_text\x18\x02 \x01(\t\"\xc0\x02\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12(\n\x04kind\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.Metric.Kind\x12\x31\n\x06labels\x18\x04 \x03(\x0b\x32!.slipstream.v1.Metric.LabelsEntry\x12\r\n\x05value\x18\x05 \x01(\x01\x12+\n\thistogram\x18\x06 \x01(\x0b\x32\x18.slipstream.v1.Histogram\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_COUNTER\x10\x01\x12\x0e\n\nKIND_GAUGE\x10\x02\x12\x12\n\x0eKIND_HISTOGRAM\x10\x03\"8\n\tHistogram\x12\x0e\n\x06\x62ounds\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x01\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r\"z\n\x0eProfileRequest\x12\x12\n\x05steps\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06worker\x18\x02 \x01(\rH\x01\x88\x01\x01\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\n\x06_stepsB\t\n\x07_worker\"L\n\x0fProfileResponse\x12\r\n\x05steps\x18\x01 \x01(\r\x12*\n\x06stages\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.StageTiming\"V\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\x0e\n\x06median\x18\x03 \x01(\x01\x12\x0b\n\x03p99\x18\x04 \x01(\x01\x12\r\n\x05total\x18\x05 \x01(\x01*\x95\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DEGRADED\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_LOADING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05\x32\xba\x02\n\x07\x43ontrol\x12N\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a .slipstream.v1.GetStatusResponse\x12Q\n\nGetMetrics\x12 .slipstream.v1.GetMetricsRequest\x1a!.slipstream.v1.GetMetricsResponse\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponse\x12H\n\x07Profile\x12\x1d.slipstream.v1.ProfileRequest\x1a\x1e.slipstream.v1.ProfileResponseB-\n\rslipstream.v1P\x01Z\x1aslipstream/v1;slipstreamv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bslipstream/v1/control.proto\x12\rslipstream.v1\x1a\x1egoogle/protobuf/duration.proto\"\x12\n\x10GetStatusRequest\"\xbd\x02\n\x11GetStatusResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.slipstream.v1.ServerState\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x16\n\x0euptime_seconds\x18\x03 \x01(\x01\x12\x0e\n\x06\x66ronts\x18\x04 \x01(\r\x12\r\n\x05\x66ront\x18\x05 \x01(\r\x12\x14\n\x0copen_streams\x18\x06 \x01(\r\x12,\n\x07workers\x18\x07 \x03(\x0b\x32\x1b.slipstream.v1.WorkerStatus\x12@\n\x08versions\x18\x08 \x03(\x0b\x32..slipstream.v1.GetStatusResponse.VersionsEntry\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x94\x04\n\x0cWorkerStatus\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.WorkerState\x12\x10\n\x08restarts\x18\x04 \x01(\r\x12\x12\n\nload_stage\x18\x05 \x01(\t\x12\x15\n\rload_progress\x18\x06 \x01(\x01\x12\x12\n\nlast_error\x18\x07 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\t \x01(\t\x12\x0f\n\x07running\x18\n \x01(\r\x12\x0f\n\x07waiting\x18\x0b \x01(\r\x12\x0e\n\x06paused\x18\x0c \x01(\r\x12\r\n\x05slots\x18\r \x01(\r\x12\r\n\x05pages\x18\x0e \x01(\r\x12\x12\n\npages_free\x18\x0f \x01(\r\x12\x14\n\x0cpages_cached\x18\x10 \x01(\r\x12\r\n\x05steps\x18\x11 \x01(\x04\x12\x13\n\x0bpreemptions\x18\x12 \x01(\x04\x12@\n\x0bmemory_plan\x18\x13 \x03(\x0b\x32+.slipstream.v1.WorkerStatus.MemoryPlanEntry\x12\x11\n\tfallbacks\x18\x14 \x03(\t\x12\x14\n\x0cweight_dtype\x18\x15 \x01(\t\x12\x10\n\x08kv_dtype\x18\x16 \x01(\t\x1a\x31\n\x0fMemoryPlanEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"U\n\x12GetMetricsResponse\x12&\n\x07metrics\x18\x01 \x03(\x0b\x32\x15.slipstream.v1.Metric\x12\x17\n\x0fprometheus_text\x18\x02 \x01(\t\"\xc0\x02\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12(\n\x04kind\x18\x03 \x01(\x0e\x32\x1a.slipstream.v1.Metric.Kind\x12\x31\n\x06labels\x18\x04 \x03(\x0b\x32!.slipstream.v1.Metric.LabelsEntry\x12\r\n\x05value\x18\x05 \x01(\x01\x12+\n\thistogram\x18\x06 \x01(\x0b\x32\x18.slipstream.v1.Histogram\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"R\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\x10\n\x0cKIND_COUNTER\x10\x01\x12\x0e\n\nKIND_GAUGE\x10\x02\x12\x12\n\x0eKIND_HISTOGRAM\x10\x03\"8\n\tHistogram\x12\x0e\n\x06\x62ounds\x18\x01 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x02 \x03(\x04\x12\x0b\n\x03sum\x18\x03 \x01(\x01\":\n\x0c\x44rainRequest\x12*\n\x07timeout\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\"\n\rDrainResponse\x12\x11\n\tremaining\x18\x01 \x01(\r\"z\n\x0eProfileRequest\x12\x12\n\x05steps\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06worker\x18\x02 \x01(\rH\x01\x88\x01\x01\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.DurationB\x08\n\x06_stepsB\t\n\x07_worker\"L\n\x0fProfileResponse\x12\r\n\x05steps\x18\x01 \x01(\r\x12*\n\x06stages\x18\x02 \x03(\x0b\x32\x1a.slipstream.v1.StageTiming\"V\n\x0bStageTiming\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04mean\x18\x02 \x01(\x01\x12\x0e\n\x06median\x18\x03 \x01(\x01\x12\x0b\n\x03p99\x18\x04 \x01(\x01\x12\r\n\x05total\x18\x05 \x01(\x01*\x95\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DEGRADED\x10\x03\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x04*\xae\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_LOADING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x1b\n\x17WORKER_STATE_RESTARTING\x10\x04\x12\x17\n\x13WORKER_STATE_FAILED\x10\x05\x32\xba\x02\n\x07\x43ontrol\x12N\n\tGetStatus\x12\x1f.slipstream.v1.GetStatusRequest\x1a .slipstream.v1.GetStatusResponse\x12Q\n\nGetMetrics\x12 .slipstream.v1.GetMetricsRequest\x1a!.slipstream.v1.GetMetricsResponse\x12\x42\n\x05\x44rain\x12\x1b.slipstream.v1.DrainRequest\x1a\x1c.slipstream.v1.DrainResponse\x12H\n\x07Profile\x12\x1d.slipstream.v1.ProfileRequest\x1a\x1e.slipstream.v1.ProfileResponseB-\n\rslipstream.v1P\x01Z\x1aslipstream/v1;slipstreamv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,10 +39,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERSTATUS_MEMORYPLANENTRY']._serialized_options = b'8\001'
   _globals['_METRIC_LABELSENTRY']._loaded_options = None
   _globals['_METRIC_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_SERVERSTATE']._serialized_start=1789
-  _globals['_SERVERSTATE']._serialized_end=1938
-  _globals['_WORKERSTATE']._serialized_start=1941
-  _globals['_WORKERSTATE']._serialized_end=2115
+  _globals['_SERVERSTATE']._serialized_start=1829
+  _globals['_SERVERSTATE']._serialized_end=1978
+  _globals['_WORKERSTATE']._serialized_start=1981
+  _globals['_WORKERSTATE']._serialized_end=2155
   _globals['_GETSTATUSREQUEST']._serialized_start=78
   _globals['_GETSTATUSREQUEST']._serialized_end=96
   _globals['_GETSTATUSRESPONSE']._serialized_start=99
@@ -50,31 +50,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSRESPONSE_VERSIONSENTRY']._serialized_start=369
   _globals['_GETSTATUSRESPONSE_VERSIONSENTRY']._serialized_end=416
   _globals['_WORKERSTATUS']._serialized_start=419
-  _globals['_WORKERSTATUS']._serialized_end=911
-  _globals['_WORKERSTATUS_MEMORYPLANENTRY']._serialized_start=862
-  _globals['_WORKERSTATUS_MEMORYPLANENTRY']._serialized_end=911
-  _globals['_GETMETRICSREQUEST']._serialized_start=913
-  _globals['_GETMETRICSREQUEST']._serialized_end=932
-  _globals['_GETMETRICSRESPONSE']._serialized_start=934
-  _globals['_GETMETRICSRESPONSE']._serialized_end=1019
-  _globals['_METRIC']._serialized_start=1022
-  _globals['_METRIC']._serialized_end=1342
-  _globals['_METRIC_LABELSENTRY']._serialized_start=1213
-  _globals['_METRIC_LABELSENTRY']._serialized_end=1258
-  _globals['_METRIC_KIND']._serialized_start=1260
-  _globals['_METRIC_KIND']._serialized_end=1342
-  _globals['_HISTOGRAM']._serialized_start=1344
-  _globals['_HISTOGRAM']._serialized_end=1400
-  _globals['_DRAINREQUEST']._serialized_start=1402
-  _globals['_DRAINREQUEST']._serialized_end=1460
-  _globals['_DRAINRESPONSE']._serialized_start=1462
-  _globals['_DRAINRESPONSE']._serialized_end=1496
-  _globals['_PROFILEREQUEST']._serialized_start=1498
-  _globals['_PROFILEREQUEST']._serialized_end=1620
-  _globals['_PROFILERESPONSE']._serialized_start=1622
-  _globals['_PROFILERESPONSE']._serialized_end=1698
-  _globals['_STAGETIMING']._serialized_start=1700
-  _globals['_STAGETIMING']._serialized_end=1786
-  _globals['_CONTROL']._serialized_start=2118
-  _globals['_CONTROL']._serialized_end=2432
+  _globals['_WORKERSTATUS']._serialized_end=951
+  _globals['_WORKERSTATUS_MEMORYPLANENTRY']._serialized_start=902
+  _globals['_WORKERSTATUS_MEMORYPLANENTRY']._serialized_end=951
+  _globals['_GETMETRICSREQUEST']._serialized_start=953
+  _globals['_GETMETRICSREQUEST']._serialized_end=972
+  _globals['_GETMETRICSRESPONSE']._serialized_start=974
+  _globals['_GETMETRICSRESPONSE']._serialized_end=1059
+  _globals['_METRIC']._serialized_start=1062
+  _globals['_METRIC']._serialized_end=1382
+  _globals['_METRIC_LABELSENTRY']._serialized_start=1253
+  _globals['_METRIC_LABELSENTRY']._serialized_end=1298
+  _globals['_METRIC_KIND']._serialized_start=1300
+  _globals['_METRIC_KIND']._serialized_end=1382
+  _globals['_HISTOGRAM']._serialized_start=1384
+  _globals['_HISTOGRAM']._serialized_end=1440
+  _globals['_DRAINREQUEST']._serialized_start=1442
+  _globals['_DRAINREQUEST']._serialized_end=1500
+  _globals['_DRAINRESPONSE']._serialized_start=1502
+  _globals['_DRAINRESPONSE']._serialized_end=1536
+  _globals['_PROFILEREQUEST']._serialized_start=1538
+  _globals['_PROFILEREQUEST']._serialized_end=1660
+  _globals['_PROFILERESPONSE']._serialized_start=1662
+  _globals['_PROFILERESPONSE']._serialized_end=1738
+  _globals['_STAGETIMING']._serialized_start=1740
+  _globals['_STAGETIMING']._serialized_end=1826
+  _globals['_CONTROL']._serialized_start=2158
+  _globals['_CONTROL']._serialized_end=2472
 # @@protoc_insertion_point(module_scope)

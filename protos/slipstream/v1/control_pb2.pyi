@@ -70,7 +70,7 @@ class GetStatusResponse(_message.Message):
     def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., version: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., fronts: _Optional[int] = ..., front: _Optional[int] = ..., open_streams: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("index", "pid", "state", "restarts", "load_stage", "load_progress", "last_error", "engine", "device", "running", "waiting", "paused", "slots", "pages", "pages_free", "pages_cached", "steps", "preemptions", "memory_plan", "fallbacks")
+    __slots__ = ("index", "pid", "state", "restarts", "load_stage", "load_progress", "last_error", "engine", "device", "running", "waiting", "paused", "slots", "pages", "pages_free", "pages_cached", "steps", "preemptions", "memory_plan", "fallbacks", "weight_dtype", "kv_dtype")
     class MemoryPlanEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -98,6 +98,8 @@ class WorkerStatus(_message.Message):
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     MEMORY_PLAN_FIELD_NUMBER: _ClassVar[int]
     FALLBACKS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_DTYPE_FIELD_NUMBER: _ClassVar[int]
     index: int
     pid: int
     state: WorkerState
@@ -118,7 +120,9 @@ class WorkerStatus(_message.Message):
     preemptions: int
     memory_plan: _containers.ScalarMap[str, int]
     fallbacks: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, index: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ..., load_stage: _Optional[str] = ..., load_progress: _Optional[float] = ..., last_error: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., memory_plan: _Optional[_Mapping[str, int]] = ..., fallbacks: _Optional[_Iterable[str]] = ...) -> None: ...
+    weight_dtype: str
+    kv_dtype: str
+    def __init__(self, index: _Optional[int] = ..., pid: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., restarts: _Optional[int] = ..., load_stage: _Optional[str] = ..., load_progress: _Optional[float] = ..., last_error: _Optional[str] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., paused: _Optional[int] = ..., slots: _Optional[int] = ..., pages: _Optional[int] = ..., pages_free: _Optional[int] = ..., pages_cached: _Optional[int] = ..., steps: _Optional[int] = ..., preemptions: _Optional[int] = ..., memory_plan: _Optional[_Mapping[str, int]] = ..., fallbacks: _Optional[_Iterable[str]] = ..., weight_dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ...) -> None: ...
 
 class GetMetricsRequest(_message.Message):
     __slots__ = ()
