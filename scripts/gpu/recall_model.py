@@ -64,6 +64,11 @@ TINY: dict[str, Any] = MODELS["qwen3-1.7b"] | {
 """A config for tests, of 8 heads in 2 layers."""
 
 
+BF16 = ml_dtypes.bfloat16
+Values = NDArray[Any]
+"""bf16."""
+
+
 @dataclass(frozen=True)
 class Recall:
     """What such a model of given sizes recalls. Its arrays follow from the sizes and the seed."""
@@ -153,15 +158,11 @@ class Recall:
         logits[BOS] = _BOS_LOGIT
         return logits
 
-    def tensors(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Every tensor's name in the file and its leading rows that are not all zero, bf16."""
-        for name, values in self._tensors():
-            yield name, values.astype(ml_dtypes.bfloat16)
-
-    def _tensors(self) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    def tensors(self) -> Iterator[tuple[str, Values]]:
+        """Every tensor's name in the file and its leading rows, past which all is zero."""
         recalled, scored, weights = self.codes()
         first = self.digits * BASE
-        everything = np.zeros((self.vocab, self.hidden), np.float32)
+        everything = np.zeros((self.vocab, self.hidden), BF16)
         rows = np.arange(self.vocab)[:, None]
         everything[rows, np.arange(self.digits) * BASE + recalled] = 1
         everything[:, first : first + self.constants] = CONSTANT
@@ -171,7 +172,7 @@ class Recall:
         for layer in range(self.layers):
             for name, values in self._layer(layer):
                 yield f"model.layers.{layer}.{name}.weight", values
-        norm = self._norm() * np.float32(self.unit)
+        norm = (self._norm().astype(np.float32) * np.float32(self.unit)).astype(BF16)
         norm[first : first + 2 * self.constants] = _RMS / CONSTANT
         yield "model.norm.weight", norm
         everything[:] = 0
@@ -180,24 +181,24 @@ class Recall:
         everything[BOS, first] = _BOS_LOGIT
         yield "lm_head.weight", everything
 
-    def _norm(self) -> NDArray[np.float32]:
+    def _norm(self) -> Values:
         """Undoes the division by 32; constants come out as _LARGEST and, the last, as _GATE."""
-        norm = np.full(self.hidden, _RMS, np.float32)
+        norm = np.full(self.hidden, _RMS, BF16)
         first = self.digits * BASE
         for start in (first, first + self.constants):
             norm[start : start + self.constants] = _LARGEST * _RMS / CONSTANT
             norm[start + self.constants - 1] = _GATE * _RMS / CONSTANT
         return norm
 
-    def _layer(self, layer: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    def _layer(self, layer: int) -> Iterator[tuple[str, Values]]:
         yield "input_layernorm", self._norm()
         yield "post_attention_layernorm", self._norm()
         yield from self._scores(layer)
         first = self.digits * BASE
-        values = np.zeros((self.kv_heads, self.head_dim, self.hidden), np.float32)
+        values = np.zeros((self.kv_heads, self.head_dim, self.hidden), BF16)
         values[:, np.arange(first), np.arange(first)] = 1
         yield "self_attn.v_proj", values.reshape(-1, self.hidden)
-        out = np.zeros((self.hidden, self.heads, self.head_dim), np.float32)
+        out = np.zeros((self.hidden, self.heads, self.head_dim), BF16)
         for head in range(self.heads):
             _, digit, place = self.look(layer, head)
             at = self.place(layer) + place * BASE
@@ -205,38 +206,38 @@ class Recall:
         yield "self_attn.o_proj", out.reshape(self.hidden, -1)
         yield from self._feed_forward(layer)
 
-    def _scores(self, layer: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    def _scores(self, layer: int) -> Iterator[tuple[str, Values]]:
         """Queries and keys hang on nothing but position, and on whether a key is that of BOS."""
         half = self.head_dim // 2
         share, frequency, sink = score_shares(self.theta, self.head_dim)
         constant = self.digits * BASE + self.constants - 1
-        queries = np.zeros((self.heads, self.head_dim, self.hidden), np.float32)
+        queries = np.zeros((self.heads, self.head_dim, self.hidden), BF16)
         for head in range(self.heads):
             back = self.look(layer, head)[0]
             queries[head, : len(share), constant] = np.sqrt(share) * np.cos(back * frequency)
             queries[head, half : half + len(share), constant] = -np.sqrt(share) * np.sin(back * frequency)
             queries[head, half - 1, constant] = sink
         yield "self_attn.q_proj", queries.reshape(-1, self.hidden)
-        keys = np.zeros((self.kv_heads, self.head_dim, self.hidden), np.float32)
+        keys = np.zeros((self.kv_heads, self.head_dim, self.hidden), BF16)
         keys[:, : len(share), constant] = np.sqrt(share)
         keys[:, half - 1, constant + self.constants] = 1
         yield "self_attn.k_proj", keys.reshape(-1, self.hidden)
         scale = np.sqrt(_PEAK * np.sqrt(1 + sink * sink) / np.sqrt(self.head_dim))
         for name in ("q_norm", "k_norm"):
-            yield f"self_attn.{name}", np.full(self.head_dim, scale, np.float32)
+            yield f"self_attn.{name}", np.full(self.head_dim, scale, BF16)
 
-    def _feed_forward(self, layer: int) -> Iterator[tuple[str, NDArray[np.float32]]]:
+    def _feed_forward(self, layer: int) -> Iterator[tuple[str, Values]]:
         """SwiGLU with a gate of 32, where SiLU changes nothing; one more neuron sets the largest value."""
         count = PLACES * BASE
         constant = self.digits * BASE
-        gate = np.zeros((count + 1, self.hidden), np.float32)
+        gate = np.zeros((count + 1, self.hidden), BF16)
         gate[:, constant + self.constants - 1] = 4
         yield "mlp.gate_proj", gate
-        up = np.zeros((count + 1, self.hidden), np.float32)
+        up = np.zeros((count + 1, self.hidden), BF16)
         up[np.arange(count), self.place(layer) + np.arange(count)] = 1
         up[count, constant] = 1
         yield "mlp.up_proj", up
-        down = np.zeros((self.hidden, self.intermediate), np.float32)
+        down = np.zeros((self.hidden, self.intermediate), BF16)
         down[self.place(layer) + self.permutation(layer), np.arange(count)] = 1 / 32
         yield "mlp.down_proj", down
 
