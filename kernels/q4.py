@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.tensor import DType, Tensor
+from kernels.compiler import CompileUnit
+from kernels.launch import Argument, Dim3, Kernel, KernelLibrary, Launch, i32
+from kernels.tensor import DType, Tensor, expect
+
+SOURCE = "q4.cu"
+_WARPS = 8
+_PER_WARP = 4
+"""Tiles that a warp of q4_dequantise has on their way at once."""
+FILE_BLOCK_BYTES = 18
+"""Of a q4_0 block in a GGUF file: f16 d, then 16 bytes of quants."""
+
+UNITS = (CompileUnit(SOURCE, ("q4_quantise", "q4_repack", f"q4_dequantise<{_PER_WARP}>")),)
 
 TILE_ROWS = 16
 TILE_COLUMNS = 64
@@ -62,3 +73,55 @@ def tile_shapes(n: int, k: int) -> dict[str, tuple[tuple[int, ...], DType]]:
         raise ValueError(f"no q4 tiles of {n} × {k}: n must be a multiple of {TILE_ROWS}, k of {BLOCK}")
     tiles = (n // TILE_ROWS, tile_columns(k))
     return {"quants": ((*tiles, TILE_BYTES), DType.U8), "scales": ((*tiles, 8, 4), DType.F16)}
+
+
+def q4_quantise(library: KernelLibrary, *, values: Tensor, tiles: Q4Tiles) -> Launch:
+    """tiles = values in q4_0, bit for bit as engine/quantization/q4_0.py has it.
+
+    values  bf16 [n, k], finite
+
+    Raises ValueError for shapes that do not fit.
+    """
+    expect_tiles(SOURCE, "tiles", tiles)
+    expect(SOURCE, "values", values, DType.BF16, (tiles.n, tiles.k))
+    kernel = library.kernel(SOURCE, "q4_quantise")
+    return _launch(kernel, tiles, 1, (values, tiles.quants, tiles.scales, i32(tiles.k)))
+
+
+def q4_repack(library: KernelLibrary, *, raw: Tensor, tiles: Q4Tiles) -> Launch:
+    """tiles = raw, in another order.
+
+    raw  u8 [n, k / 32 · 18]: rows of a GGUF file's Q4_0
+
+    Raises ValueError for shapes that do not fit.
+    """
+    expect_tiles(SOURCE, "tiles", tiles)
+    expect(SOURCE, "raw", raw, DType.U8, (tiles.n, tiles.k // BLOCK * FILE_BLOCK_BYTES))
+    kernel = library.kernel(SOURCE, "q4_repack")
+    return _launch(kernel, tiles, 1, (raw, tiles.quants, tiles.scales, i32(tiles.k)))
+
+
+def q4_dequantise(library: KernelLibrary, *, tiles: Q4Tiles, out: Tensor) -> Launch:
+    """out = scale · (q − 8), rounded once. The launch right before must not have written the tiles.
+
+    out  bf16 [n, k]
+
+    Raises ValueError for shapes that do not fit.
+    """
+    expect_tiles(SOURCE, "tiles", tiles)
+    expect(SOURCE, "out", out, DType.BF16, (tiles.n, tiles.k))
+    kernel = library.kernel(SOURCE, f"q4_dequantise<{_PER_WARP}>")
+    return _launch(kernel, tiles, _PER_WARP, (tiles.quants, tiles.scales, out, i32(tiles.k)))
+
+
+def expect_tiles(kernel: str, name: str, tiles: Q4Tiles) -> None:
+    """Raises ValueError unless both buffers have the shapes of its n and k."""
+    shapes = tile_shapes(tiles.n, tiles.k)
+    expect(kernel, f"{name}.quants", tiles.quants, DType.U8, shapes["quants"][0])
+    expect(kernel, f"{name}.scales", tiles.scales, DType.F16, shapes["scales"][0])
+
+
+def _launch(kernel: Kernel, tiles: Q4Tiles, per_warp: int, arguments: tuple[Argument, ...]) -> Launch:
+    """A warp for `per_warp` tiles beside each other."""
+    grid = Dim3(-(-tile_columns(tiles.k) // (_WARPS * per_warp)), tiles.n // TILE_ROWS)
+    return Launch(kernel, grid, Dim3(_WARPS * 32), arguments)
