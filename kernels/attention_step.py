@@ -19,6 +19,8 @@ MAX_GROUP = 16
 """Most query heads per kv head."""
 MAX_CLUSTER = 8
 """Blocks that every device with clusters can run together."""
+MAX_BF16_ROWS = 16
+_FIRST_WITH_CLUSTERS = (9, 0)
 _C_TYPES = {DType.BF16: "bf16", DType.E4M3: "e4m3"}
 _MERGE_PAD = 8
 _RESERVED_BYTES = 6144
@@ -93,12 +95,20 @@ def pick_variant(limits: DeviceLimits, kv: DType, head_dim: int, group: int) -> 
 
 def pick_cluster(limits: DeviceLimits, rows: int, n_kv_heads: int) -> int:
     """Blocks that share a row's kv head: as many as let two blocks a multiprocessor hold all rows."""
-    if limits.compute_capability < (9, 0):
+    if limits.compute_capability < _FIRST_WITH_CLUSTERS:
         return 1
     cluster = MAX_CLUSTER
     while cluster > 1 and rows * n_kv_heads * cluster > 2 * limits.multiprocessors:
         cluster //= 2
     return cluster
+
+
+def serves(limits: DeviceLimits, rows: int, kv: DType) -> bool:
+    """Whether so many decode rows go this way: all over e4m3 pages, few over bf16 pages.
+
+    Wider batches of bf16 stay with rope_and_write and attention_decode, and so do devices without clusters.
+    """
+    return kv is DType.E4M3 or (rows <= MAX_BF16_ROWS and limits.compute_capability >= _FIRST_WITH_CLUSTERS)
 
 
 def attention_step(
@@ -157,8 +167,7 @@ def attention_step(
     shared_bytes = variant.shared_bytes(group)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     arguments = (
-        heads.qkv, heads.bias, heads.weight_scale, heads.row_scale, heads.q_norm, heads.k_norm,
-        heads.cosines, heads.sines, row_slot, slot_position, slot_active, block_table, k_pages, v_pages,
+        *heads.tensors(), row_slot, slot_position, slot_active, block_table, k_pages, v_pages,
         k_scales, v_scales, out, i32(n_heads), i32(n_kv_heads),
         i32(heads.cosines.shape[1]), i32(block_table.shape[1]), i32(window or 0), f32(heads.epsilon),
         f32(heads.norm_offset), f32(scale),

@@ -45,6 +45,11 @@ class HeadInput:
     epsilon: float = 1e-6
     norm_offset: float = 0.0
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """In the order of the kernels' arguments."""
+        scales = self.weight_scale, self.row_scale
+        return (self.qkv, self.bias, *scales, self.q_norm, self.k_norm, self.cosines, self.sines)
+
     def expect_shapes(self, source: str, rows: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
         """Raises ValueError for shapes that do not fit."""
         width, half = (n_heads + 2 * n_kv_heads) * head_dim, self.cosines.shape[1]
@@ -92,9 +97,7 @@ def expect_pages(
 def rope_and_write(
     library: KernelLibrary,
     *,
-    qkv: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
+    heads: HeadInput,
     row_slot: Tensor,
     block_table: Tensor,
     q_out: Tensor,
@@ -105,17 +108,10 @@ def rope_and_write(
     slot_active: Tensor | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
-    bias: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    row_scale: Tensor | None = None,
-    q_norm: Tensor | None = None,
-    k_norm: Tensor | None = None,
-    epsilon: float = 1e-6,
-    norm_offset: float = 0.0,
 ) -> Launch:
     """Prepares attention's inputs of one layer.
 
-    qkv, cosines, sines, bias, weight_scale, row_scale, q_norm, k_norm, epsilon, norm_offset: as in HeadInput
+    heads            the raw rows and what makes q, k and v of them
     row_slot         int32 [rows]; rows with −1 write nothing
     row_position     int32 [rows] (prefill); or else slot_position and slot_active, int32 [slots] (decode):
                      rows of inactive slots write nothing
@@ -130,15 +126,12 @@ def rope_and_write(
     """
     rows, n_heads, head_dim = q_out.shape
     n_kv_heads = k_pages.shape[1]
-    source = HeadInput(
-        qkv, cosines, sines, bias, weight_scale, row_scale, q_norm, k_norm, epsilon, norm_offset
-    )
-    source.expect_shapes(SOURCE, rows, n_heads, n_kv_heads, head_dim)
+    heads.expect_shapes(SOURCE, rows, n_heads, n_kv_heads, head_dim)
     expect_pages(SOURCE, k_pages, v_pages, k_scales, v_scales, head_dim)
     expect(SOURCE, "row_slot", row_slot, DType.I32, (rows,))
     expect(SOURCE, "block_table", block_table, DType.I32, (None, None))
     expect(SOURCE, "q_out", q_out, DType.BF16, (rows, n_heads, head_dim))
-    slots, heads = block_table.shape[0], n_heads + 2 * n_kv_heads
+    slots, n_all = block_table.shape[0], n_heads + 2 * n_kv_heads
     if row_position is not None:
         expect(SOURCE, "row_position", row_position, DType.I32, (rows,))
     elif slot_position is not None and slot_active is not None:
@@ -146,10 +139,10 @@ def rope_and_write(
         expect(SOURCE, "slot_active", slot_active, DType.I32, (slots,))
     else:
         raise ValueError(f"{SOURCE}: give either row_position, or slot_position and slot_active")
-    raw = (qkv, bias, weight_scale, row_scale, q_norm, k_norm, cosines, sines, row_slot, row_position)
+    raw = (*heads.tensors(), row_slot, row_position)
     numbers = (
-        i32(n_heads), i32(n_kv_heads), i32(cosines.shape[1]), i32(block_table.shape[1]), f32(epsilon),
-        f32(norm_offset),
+        i32(n_heads), i32(n_kv_heads), i32(heads.cosines.shape[1]), i32(block_table.shape[1]),
+        f32(heads.epsilon), f32(heads.norm_offset),
     )  # fmt: skip
     if k_scales is not None:
         if row_position is None:
@@ -158,10 +151,10 @@ def rope_and_write(
             )
         kernel = library.kernel(SOURCE, f"rope_and_quantise<{head_dim}>")
         pages = (block_table, q_out, k_pages, v_pages, k_scales, v_scales, i32(rows))
-        grid = Dim3(heads, -(-rows // _CHUNK_ROWS))
+        grid = Dim3(n_all, -(-rows // _CHUNK_ROWS))
         return Launch(kernel, grid, Dim3(_QUANTISING_WARPS * 32), (*raw, *pages, *numbers))
     per_warp = _HEADS_PER_WARP[head_dim][rows >= _MANY_ROWS]
     kernel = library.kernel(SOURCE, f"rope_and_write<{head_dim}, {per_warp}>")
     places = (slot_position, slot_active, block_table, q_out, k_pages, v_pages)
-    grid = Dim3(-(-heads // (_WARPS * per_warp)), rows)
+    grid = Dim3(-(-n_all // (_WARPS * per_warp)), rows)
     return Launch(kernel, grid, Dim3(_WARPS * 32), (*raw, *places, *numbers))

@@ -14,9 +14,10 @@ from engine.cuda.products import Sums
 from engine.cuda.weights import AttentionWeights
 from kernels.attention_decode import attention_decode, plan_decode
 from kernels.attention_prefill import attention_prefill, most_tiles
+from kernels.attention_step import attention_step, serves
 from kernels.embedding import embed
 from kernels.launch import Launch
-from kernels.rope import rope_and_write
+from kernels.rope import HeadInput, rope_and_write
 from kernels.tensor import Tensor
 
 
@@ -43,28 +44,19 @@ class _Attention:
     def _heads(self, buffer: Tensor, mixer: AttentionSpec) -> Tensor:
         return part(buffer, self.count, mixer.q_dim).view(self.count, mixer.n_heads, mixer.head_dim)
 
-    def _rope(
-        self, layer: int, mixer: AttentionSpec, weights: AttentionWeights, qkv: Sums, **places: Tensor
-    ) -> Launch:
-        buffers = self._parts.buffers
-        pages, table, norm = buffers.kv(layer), buffers.rope(mixer), mixer.qk_norm
-        return rope_and_write(
-            self._parts.library,
+    def _raw(self, mixer: AttentionSpec, weights: AttentionWeights, qkv: Sums) -> HeadInput:
+        table, norm = self._parts.buffers.rope(mixer), mixer.qk_norm
+        return HeadInput(
             qkv=qkv.values,
-            weight_scale=qkv.weight_scale,
-            row_scale=qkv.row_scale,
             cosines=table.cosines,
             sines=table.sines,
-            block_table=buffers.block_table,
-            q_out=self._heads(self._activations.query, mixer),
-            k_pages=pages.k,
-            v_pages=pages.v,
             bias=weights.qkv.bias,
+            weight_scale=qkv.weight_scale,
+            row_scale=qkv.row_scale,
             q_norm=weights.q_norm,
             k_norm=weights.k_norm,
             epsilon=norm.eps if norm else 1e-6,
             norm_offset=norm.weight_offset if norm else 0.0,
-            **places,
         )
 
 
@@ -90,6 +82,7 @@ class DecodeRows(_Attention):
                 min_pages=key.min_pages,
             )
             for key in dict.fromkeys(map(plan.plan_key, plan.mixers))
+            if not self._in_one_launch
         ]
         tokens = embed(
             parts.library,
@@ -102,17 +95,53 @@ class DecodeRows(_Attention):
         return [*calls, tokens]
 
     def attend(self, layer: int, mixer: AttentionSpec, weights: AttentionWeights, qkv: Sums) -> list[Launch]:
+        heads = self._raw(mixer, weights, qkv)
+        return self._step(layer, mixer, heads) if self._in_one_launch else self._split(layer, mixer, heads)
+
+    @property
+    def _in_one_launch(self) -> bool:
+        return serves(self._parts.limits, self.count, self._parts.buffers.plan.sizes.kv)
+
+    def _step(self, layer: int, mixer: AttentionSpec, heads: HeadInput) -> list[Launch]:
         parts, buffers = self._parts, self._parts.buffers
-        slots, pages = buffers.slots, buffers.kv(layer)
-        places = {
-            "row_slot": self._row_slot,
-            "slot_position": slots.position,
-            "slot_active": slots.active,
-        }
+        pages, slots = buffers.kv(layer), buffers.slots
+        step = attention_step(
+            parts.library,
+            parts.limits,
+            heads=heads,
+            block_table=buffers.block_table,
+            out=self._heads(self._activations.attended, mixer),
+            scale=mixer.scale,
+            window=mixer.window,
+            row_slot=self._row_slot,
+            slot_position=slots.position,
+            slot_active=slots.active,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            k_scales=pages.k_scale,
+            v_scales=pages.v_scale,
+        )
+        return [step]
+
+    def _split(self, layer: int, mixer: AttentionSpec, heads: HeadInput) -> list[Launch]:
+        parts, buffers = self._parts, self._parts.buffers
+        pages, slots = buffers.kv(layer), buffers.slots
+        query = self._heads(self._activations.query, mixer)
+        rope = rope_and_write(
+            parts.library,
+            heads=heads,
+            block_table=buffers.block_table,
+            q_out=query,
+            row_slot=self._row_slot,
+            slot_position=slots.position,
+            slot_active=slots.active,
+            k_pages=pages.k,
+            v_pages=pages.v,
+        )
         attention = attention_decode(
             parts.library,
             parts.limits,
-            query=self._heads(self._activations.query, mixer),
+            query=query,
             k_pages=pages.k,
             v_pages=pages.v,
             block_table=buffers.block_table,
@@ -122,7 +151,7 @@ class DecodeRows(_Attention):
             splits=buffers.plan.splits(mixer),
             scale=mixer.scale,
         )
-        return [self._rope(layer, mixer, weights, qkv, **places), *attention]
+        return [rope, *attention]
 
 
 class PrefillRows(_Attention):
@@ -142,21 +171,34 @@ class PrefillRows(_Attention):
     def attend(self, layer: int, mixer: AttentionSpec, weights: AttentionWeights, qkv: Sums) -> list[Launch]:
         parts, buffers = self._parts, self._parts.buffers
         pages, tiles_of = buffers.kv(layer), tile_class(parts.limits, mixer)
+        query = self._heads(self._activations.query, mixer)
         index = buffers.plan.tile_classes.index(tiles_of)
         most = most_tiles(self.count, buffers.plan.sizes.slots, tiles_of.group, tiles_of.variant)
+        rope = rope_and_write(
+            parts.library,
+            heads=self._raw(mixer, weights, qkv),
+            row_slot=self._row_slot,
+            row_position=self._row_position,
+            block_table=buffers.block_table,
+            q_out=query,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            k_scales=pages.k_scale,
+            v_scales=pages.v_scale,
+        )
         attention = attention_prefill(
             parts.library,
             parts.limits,
-            query=self._heads(self._activations.query, mixer),
-            k_pages=pages.k,
-            v_pages=pages.v,
+            query=query,
             block_table=buffers.block_table,
             tiles=parts.staging.tensor(f"tiles.{index}").rows(0, most),
             n_tiles=parts.staging.tensor(f"n_tiles.{index}"),
             out=self._heads(self._activations.attended, mixer),
             scale=mixer.scale,
             window=mixer.window,
+            k_pages=pages.k,
+            v_pages=pages.v,
+            k_scales=pages.k_scale,
+            v_scales=pages.v_scale,
         )
-        places = {"row_slot": self._row_slot, "row_position": self._row_position}
-        rope = self._rope(layer, mixer, weights, qkv, **places)
         return [rope, attention]

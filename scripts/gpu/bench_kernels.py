@@ -93,17 +93,19 @@ class KernelBench(Bench):
                 [
                     rope.rope_and_write(
                         self.gpu.library,
-                        qkv=self.random(rows, (n_heads + 2 * n_kv) * dim),
-                        cosines=angles,
-                        sines=angles,
+                        heads=rope.HeadInput(
+                            self.random(rows, (n_heads + 2 * n_kv) * dim),
+                            cosines=angles,
+                            sines=angles,
+                            q_norm=weight,
+                            k_norm=weight,
+                        ),
                         row_slot=row_slot,
                         row_position=position,
                         block_table=table,
                         q_out=self.random(rows, n_heads, dim),
                         k_pages=self.random(width, n_kv, 64, dim),
                         v_pages=self.random(width, n_kv, 64, dim),
-                        q_norm=weight,
-                        k_norm=weight,
                     )
                 ]
                 for _ in range(min(16, self.copies(moved)))

@@ -157,7 +157,6 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 def test_rotations_that_no_lane_layout_serves_are_refused() -> None:
     arguments = {
-        "qkv": tensor(1, 3 * 128),
         "row_slot": tensor(1, dtype=DType.I32),
         "block_table": tensor(1, 4, dtype=DType.I32),
         "q_out": tensor(1, 1, 128),
@@ -166,8 +165,9 @@ def test_rotations_that_no_lane_layout_serves_are_refused() -> None:
         "row_position": tensor(1, dtype=DType.I32),
     }
     table = tensor(256, 6, dtype=DType.F32)
+    heads = rope.HeadInput(tensor(1, 3 * 128), cosines=table, sines=table)
     with pytest.raises(ValueError, match="12 of 128 elements cannot be rotated"):
-        rope.rope_and_write(NO_LIBRARY, cosines=table, sines=table, **arguments)
+        rope.rope_and_write(NO_LIBRARY, heads=heads, **arguments)
 
 
 def test_logits_with_an_odd_stride_are_refused() -> None:

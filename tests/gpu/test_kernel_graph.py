@@ -97,9 +97,7 @@ class Decoder:
             ),
             rope.rope_and_write(
                 library,
-                qkv=qkv,
-                cosines=gpu.upload(np.cos(angles)),
-                sines=gpu.upload(np.sin(angles)),
+                heads=rope.HeadInput(qkv, gpu.upload(np.cos(angles)), gpu.upload(np.sin(angles))),
                 row_slot=row_slot,
                 block_table=table,
                 q_out=query,

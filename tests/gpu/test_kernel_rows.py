@@ -9,7 +9,7 @@ from kernel_support import BF16, Gpu, assert_close, assert_untouched, random_bf1
 from kernels.activation import gated_activation
 from kernels.embedding import embed
 from kernels.norm import add_rms_norm
-from kernels.rope import rope_and_write
+from kernels.rope import HeadInput, rope_and_write
 from kernels.tensor import DType
 
 pytestmark = pytest.mark.gpu
@@ -232,17 +232,19 @@ def test_rope_and_write(
     gpu.run(
         rope_and_write(
             gpu.library,
-            qkv=gpu.upload(case.qkv),
-            cosines=gpu.upload(case.cosines),
-            sines=gpu.upload(case.sines),
+            heads=HeadInput(
+                gpu.upload(case.qkv),
+                gpu.upload(case.cosines),
+                gpu.upload(case.sines),
+                norm_offset=1.0,
+                **{k: gpu.upload(v) for k, v in optional.items() if v is not None},
+            ),
             row_slot=gpu.upload(case.row_slot),
             block_table=gpu.upload(case.block_table),
             q_out=q_out,
             k_pages=k_pages,
             v_pages=v_pages,
-            norm_offset=1.0,
             **places,
-            **{k: gpu.upload(v) for k, v in optional.items() if v is not None},
         )
     )
     written = [int(row) for row in np.flatnonzero(where)]
