@@ -26,6 +26,7 @@ from tests.cuda_scenarios import (
 )
 from tests.fp8_scenarios import FAMILIES as FP8_FAMILIES
 from tests.fp8_scenarios import SCENARIOS as FP8_SCENARIOS
+from tests.kv_fp8_scenarios import SCENARIOS as KV_FP8_SCENARIOS
 from tests.parity.families import Case
 from tests.recall_scenarios import SCENARIOS as RECALL_SCENARIOS
 
@@ -94,3 +95,8 @@ def test_every_token_is_foretold_by_whatever_arm(
 @pytest.mark.parametrize("scenario", FP8_SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_fp8_scenario(tmp_path: Path, load_with_all_arms: Load, scenario: object, family: str) -> None:
     scenario(load_with_all_arms, tmp_path, family)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("scenario", KV_FP8_SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_kv_fp8_scenario(tmp_path: Path, load: Load, scenario: object) -> None:
+    scenario(load, tmp_path)  # type: ignore[operator]
