@@ -94,7 +94,7 @@ VARIANTS = (
     PrefillVariant(256, 4, 1, 32, 1, 1, "less shared memory"),
 )
 
-FEW_WAVES = 4
+FEW_WAVES = 2
 """Blocks per multiprocessor up to which a tile's keys are shared by two parts of a block."""
 
 
