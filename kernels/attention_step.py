@@ -71,6 +71,7 @@ VARIANTS = (
     StepVariant(DType.E4M3, 128, 16, 4, 4, 3),
     StepVariant(DType.E4M3, 128, 16, 4, 3, 4),
     StepVariant(DType.E4M3, 256, 16, 4, 3, 1),
+    StepVariant(DType.E4M3, 256, 16, 2, 3, 1),
 )
 """The first that fits is taken."""
 

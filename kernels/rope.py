@@ -146,9 +146,7 @@ def rope_and_write(
     )  # fmt: skip
     if k_scales is not None:
         if row_position is None:
-            raise ValueError(
-                f"{SOURCE}: e4m3 pages are for rows with row_position; decode has attention_step"
-            )
+            raise ValueError(f"{SOURCE}: e4m3 pages need row_position; decode has attention_step")
         kernel = library.kernel(SOURCE, f"rope_and_quantise<{head_dim}>")
         pages = (block_table, q_out, k_pages, v_pages, k_scales, v_scales, i32(rows))
         grid = Dim3(n_all, -(-rows // _CHUNK_ROWS))
