@@ -114,6 +114,8 @@ class BufferSizes:
     """Of the longest sequence."""
     kv: DType = DType.BF16
     """Of keys and values in their pages: bf16 or e4m3."""
+    scratch: int = 0
+    """Elements of the largest weight that is made bf16 before it is multiplied."""
 
     @property
     def logit_rows(self) -> int:
@@ -145,7 +147,8 @@ class BufferPlan:
         sizes = self.sizes
         reserve(layout, "activations", "main.", self._activations(sizes.rows, carried=sizes.slots))
         reserve(layout, "activations", "chosen.", self._activations(sizes.logit_rows))
-        layout.add("activations", "workspace", (WORKSPACE_BYTES,), DType.U8)
+        layout.add("workspaces", "workspace", (WORKSPACE_BYTES,), DType.U8)
+        layout.add("workspaces", "scratch", (sizes.scratch,), DType.BF16)
         for heads, decode in self._decode_shapes.items():
             reserve(layout, "activations", f"decode.{heads}.", decode.workspace())
         for key, decode in self._decode_plans.items():
@@ -239,6 +242,8 @@ class Buffers:
         """Of at most logit_rows rows chosen from a prefill pass."""
         self.workspace = arena.tensor("workspace")
         """u8, cuBLASLt's."""
+        self.scratch = arena.tensor("scratch")
+        """bf16 [sizes.scratch]."""
         self.logits = bound(arena, "logits.", LogitBuffers)
         self.sample = bound(arena, "sample.", SampleScratch)
         slots = {name: arena.tensor(f"slots.{name}") for name in plan.slot_shape.buffers()}

@@ -7,6 +7,7 @@ no GPU, only its figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from engine.config import ModelConfig
 from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
@@ -18,7 +19,7 @@ from engine.cuda.sampling import results_region
 from engine.cuda.settings import SUITED_SIZES, CudaSettings
 from engine.cuda.staging import Stager
 from engine.cuda.weight_pieces import reserve_staging
-from engine.cuda.weights import reserve_weights
+from engine.cuda.weights import device_weights, reserve_weights
 from engine.errors import ModelError, UnsupportedModelError
 from engine.memory_plan import MemoryBudget, MemoryPlan, fit_pages
 from engine.options import EngineOptions, KvDtype, Precision, StepSizes
@@ -92,6 +93,7 @@ def plan_engine(
             width=widths[-1],
             positions=options.max_sequence_length or config.max_sequence_length,
             kv=_KV_TYPES[tier.kv_dtype],
+            scratch=_dequantised(config, tier.precision),
         ),
     )
     stager = Stager(buffers, widths, sizes)
@@ -142,3 +144,10 @@ def _buckets(step: StepSizes, settings: CudaSettings) -> tuple[tuple[int, ...], 
         raise ModelError(f"max_sequences {step.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
     widths = settings.decode_widths or decode_widths(step.max_sequences)
     return widths, settings.prefill_sizes or prefill_sizes(step.max_step_tokens)
+
+
+def _dequantised(config: ModelConfig, precision: Precision) -> int:
+    """Elements of the largest q4_0 weight of a layer: many rows take a bf16 copy; the head's do not."""
+    weights = device_weights(config, precision)
+    layers = (weight for weight in weights if weight.precision is Precision.Q4)
+    return max((prod(weight.shape) for weight in layers if weight.name.startswith("layers.")), default=0)

@@ -13,10 +13,14 @@ from engine.config import Activation, DenseSpec, NormSpec
 from engine.cuda.buffers import Activations, part
 from engine.cuda.gemm_key import Epilogue, GemmKey
 from engine.cuda.parts import Call, Parts
-from engine.cuda.weights import DenseWeights, LinearWeights
+from engine.cuda.weights import DenseWeights, LinearWeights, Weight
 from kernels.activation import gated_activation
+from kernels.fp8 import Fp8Rows
 from kernels.norm import add_rms_norm
-from kernels.skinny import MAX_FUSED_NORM_ROWS, Finish, FusedNorm, fits, skinny_product
+from kernels.q4 import Q4Tiles, q4_dequantise
+from kernels.q4_gemm import fits as q4_fits
+from kernels.q4_gemm import q4_gemm
+from kernels.skinny import MAX_FUSED_NORM_ROWS, MAX_ROWS, Finish, FusedNorm, fits, skinny_product
 from kernels.tensor import Tensor
 
 
@@ -24,8 +28,15 @@ class Arm(StrEnum):
     """A way to compute a product."""
 
     SKINNY = "skinny"
-    """kernels/skinny.cu: few rows."""
+    """kernels/skinny.cu: few rows, weights of any type."""
+    Q4_GEMM = "q4 gemm"
+    """kernels/q4_gemm.cu: more rows of x and q4_0 weights, dequantised in registers."""
+    DEQUANTISED = "dequantised"
+    """q4_0 weights made bf16 in a scratch buffer, then as CUBLASLT: many rows."""
     CUBLASLT = "cublaslt"
+    """bf16 weights, many rows."""
+    FP8 = "fp8"
+    """FP8 weights and rows of x, by cuBLASLt: more than a few rows. See products_fp8.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +59,16 @@ class Sums:
     """float32 [rows]."""
 
 
-def pick_arm(parts: Parts, rows: int, n: int, k: int, finish: Finish = Finish.STORE) -> Arm:
-    """For y[rows, n] of a weight [n, k]; with SWIGLU [2 · n, k]."""
+def pick_arm(parts: Parts, rows: int, weight: Weight, finish: Finish = Finish.STORE) -> Arm:
+    """For x of so many rows · weightᵀ; with SWIGLU the weight is gate over up."""
+    n, k = weight.shape
+    n //= 2 if finish is Finish.SWIGLU else 1
+    if isinstance(weight, Q4Tiles):
+        if rows <= MAX_ROWS:
+            return Arm.SKINNY
+        return Arm.Q4_GEMM if q4_fits(parts.limits, rows, n, k) else Arm.DEQUANTISED
+    if isinstance(weight, Fp8Rows):
+        return Arm.SKINNY if rows <= MAX_ROWS else Arm.FP8
     return Arm.SKINNY if parts.skinny and fits(rows, n, k, finish) else Arm.CUBLASLT
 
 
@@ -71,59 +90,73 @@ class Products:
 
     def project(self, norm: Norm, linear: LinearWeights, y: Tensor) -> Sums:
         """The normalised residual stream · weightᵀ, without the bias. y: bf16 [rows, n]."""
-        if self._arm(y, linear.weight) is Arm.SKINNY:
-            self._skinny(norm, linear.weight, y, Finish.STORE)
-        else:
-            self._product(self._normalised(norm), linear.weight, y)
+        self._of_normalised(norm, linear.weight, y, Finish.STORE)
         return Sums(y)
 
     def add(self, x: Tensor, linear: LinearWeights) -> None:
         """x · weightᵀ onto the residual stream: in the product, or, if it has a bias, with the next norm."""
-        if linear.bias is not None:
-            delta = self.activations.delta.rows(0, self.rows)
-            self._product(x, linear.weight, delta, bias=linear.bias)
-            self._pending = Sums(delta)
-        elif self._arm(self.residual, linear.weight) is Arm.SKINNY:
-            library, limits, y = self._parts.library, self._parts.limits, self.residual
-            self.calls.append(
-                skinny_product(library, limits, x=x, weight=linear.weight, y=y, finish=Finish.ADD)
-            )
-        else:
-            self._product(x, linear.weight, self.residual, c=self.residual)
+        if linear.bias is None:
+            self._multiply(x, linear.weight, self.residual, Finish.ADD)
+            return
+        delta = self.activations.delta.rows(0, self.rows)
+        self._wide(x, linear.weight, delta, bias=linear.bias)
+        self._pending = Sums(delta)
 
     def feed_forward(self, norm: Norm, spec: DenseSpec, weights: DenseWeights) -> None:
         """down(act(gate) · up) of the normalised residual stream, onto it."""
         activated = part(self.activations.activated, self.rows, spec.intermediate)
-        has_kernel = spec.activation is Activation.SILU and not spec.bias
-        if has_kernel and self._arm(activated, weights.gate_up.weight, Finish.SWIGLU) is Arm.SKINNY:
-            self._skinny(norm, weights.gate_up.weight, activated, Finish.SWIGLU)
+        gate_up, library = weights.gate_up, self._parts.library
+        is_fused = spec.activation is Activation.SILU and gate_up.bias is None
+        if is_fused and self._arm(gate_up.weight, Finish.SWIGLU) in (Arm.SKINNY, Arm.Q4_GEMM):
+            self._of_normalised(norm, gate_up.weight, activated, Finish.SWIGLU)
         else:
-            gate_up = part(self.activations.gate_up, self.rows, 2 * spec.intermediate)
-            self._product(self._normalised(norm), weights.gate_up.weight, gate_up, bias=weights.gate_up.bias)
-            library = self._parts.library
+            both = part(self.activations.gate_up, self.rows, 2 * spec.intermediate)
+            if gate_up.bias is None:
+                self._of_normalised(norm, gate_up.weight, both, Finish.STORE)
+            else:
+                self._wide(self._normalised(norm), gate_up.weight, both, bias=gate_up.bias)
             self.calls.append(
-                gated_activation(library, gate_up=gate_up, out=activated, activation=spec.activation.value)
+                gated_activation(library, gate_up=both, out=activated, activation=spec.activation.value)
             )
         self.add(activated, weights.down)
 
-    def head(self, norm: Norm, weight: Tensor, logits: Tensor) -> None:
+    def head(self, norm: Norm, weight: Weight, logits: Tensor) -> None:
         """Of the normalised residual stream. logits: float32 [rows, vocab]; bf16 would make ties among the
         most likely tokens.
         """
-        self._product(self._normalised(norm), weight, logits)
+        x, arm = self._normalised(norm), self._arm(weight)
+        if arm is Arm.DEQUANTISED:  # a copy of the head is not worth its memory
+            arm = Arm.Q4_GEMM
+        self._multiply(x, weight, logits, Finish.STORE, arm)
 
-    def _arm(self, y: Tensor, weight: Tensor, finish: Finish = Finish.STORE) -> Arm:
-        rows, n = y.shape
-        return pick_arm(self._parts, rows, n, weight.shape[1], finish)
+    def _arm(self, weight: Weight, finish: Finish = Finish.STORE) -> Arm:
+        return pick_arm(self._parts, self.rows, weight, finish)
 
-    def _skinny(self, norm: Norm, weight: Tensor, y: Tensor, finish: Finish) -> None:
+    def _of_normalised(self, norm: Norm, weight: Weight, y: Tensor, finish: Finish) -> None:
         """Of the normalised residual stream: in one launch for one row of a complete stream."""
-        fused = None
-        if self.rows <= MAX_FUSED_NORM_ROWS and self._pending is None:
+        is_skinny = self._arm(weight, finish) is Arm.SKINNY
+        if is_skinny and self.rows <= MAX_FUSED_NORM_ROWS and self._pending is None:
             fused = FusedNorm(norm.weight, norm.spec.eps, norm.spec.weight_offset)
-        x = self.residual if fused else self._normalised(norm)
+            self._skinny(self.residual, weight, y, finish, fused)
+        else:
+            self._multiply(self._normalised(norm), weight, y, finish)
+
+    def _multiply(self, x: Tensor, weight: Weight, y: Tensor, finish: Finish, arm: Arm | None = None) -> None:
+        arm = arm or self._arm(weight, finish)
+        if arm is Arm.SKINNY:
+            self._skinny(x, weight, y, finish)
+        elif arm is Arm.Q4_GEMM:
+            assert isinstance(weight, Q4Tiles)
+            library, limits = self._parts.library, self._parts.limits
+            self.calls.append(q4_gemm(library, limits, x=x, weight=weight, y=y, finish=finish))
+        else:
+            self._wide(x, weight, y, c=y if finish is Finish.ADD else None)
+
+    def _skinny(
+        self, x: Tensor, weight: Weight, y: Tensor, finish: Finish, norm: FusedNorm | None = None
+    ) -> None:
         library, limits = self._parts.library, self._parts.limits
-        self.calls.append(skinny_product(library, limits, x=x, weight=weight, y=y, finish=finish, norm=fused))
+        self.calls.append(skinny_product(library, limits, x=x, weight=weight, y=y, finish=finish, norm=norm))
 
     def _normalised(self, norm: Norm) -> Tensor:
         """The normalised residual stream, bf16 [rows, hidden]."""
@@ -150,14 +183,23 @@ class Products:
         )
         self.calls.append(launch)
 
-    def _product(
-        self, x: Tensor, weight: Tensor, y: Tensor, *, bias: Tensor | None = None, c: Tensor | None = None
+    def _wide(
+        self, x: Tensor, weight: Weight, y: Tensor, *, bias: Tensor | None = None, c: Tensor | None = None
     ) -> None:
+        """By cuBLASLt, in bf16."""
+        if isinstance(weight, Q4Tiles):
+            weight = self._dequantised(weight)
+        assert isinstance(weight, Tensor), "FP8 products of many rows are Fp8Products'"
         key = product_key(x, weight, y, biased=bias is not None, adds=c is not None)
         workspace = self._parts.buffers.workspace
         self.calls.append(
             self._parts.planner.plan(key).bind(x=x, w=weight, y=y, bias=bias, c=c, workspace=workspace)
         )
+
+    def _dequantised(self, weight: Q4Tiles) -> Tensor:
+        scratch = part(self._parts.buffers.scratch, weight.n, weight.k)
+        self.calls.append(q4_dequantise(self._parts.library, tiles=weight, out=scratch))
+        return scratch
 
 
 def product_key(x: Tensor, weight: Tensor, y: Tensor, *, biased: bool = False, adds: bool = False) -> GemmKey:
