@@ -12,6 +12,13 @@ namespace {
 
 constexpr int kVector = 8;
 
+// x / y, rounded to the nearest, given y's rounded reciprocal: a guess, and its remainder's share. What division
+// does besides is for operands that do not occur here. NaN and infinity stay NaN.
+__device__ __forceinline__ float quotient(float x, float y, float inverse) {
+    const float guess = x * inverse;
+    return __fmaf_rn(__fmaf_rn(-guess, y, x), inverse, guess);
+}
+
 }  // namespace
 
 // scale[r] = max |x[r]| / 448; out[r] = x[r] / scale[r], to the bit what IEEE division and rounding give.
@@ -34,13 +41,14 @@ __global__ void __launch_bounds__(1024)
         for (int j = 0; j < kVector; ++j) largest = fmaxf(largest, fabsf(values[c][j]));
     }
     const float step = fp8_scale(block_reduce(largest, Max{}, 0.0f, scratch));
+    const float inverse = __frcp_rn(step);
     if (threadIdx.x == 0) scale[blockIdx.x] = step;
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
         const int column = (c * blockDim.x + threadIdx.x) * kVector;
         if (column >= k) continue;
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) values[c][j] = __fdiv_rn(values[c][j], step);
+        for (int j = 0; j < kVector; ++j) values[c][j] = quotient(values[c][j], step, inverse);
         store_e4m3(out + row + column, values[c]);
     }
 }

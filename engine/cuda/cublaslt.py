@@ -189,7 +189,7 @@ def operation(key: GemmKey, bias: int) -> int:
     attributes = cublasLt.MatmulDescAttribute
     _set_operation(descriptor, attributes.TRANSA, ctypes.c_int32(_TRANSPOSED))
     if key.is_fp8:
-        _set_operation(descriptor, attributes.FAST_ACCUM, ctypes.c_int8(1))
+        _set_operation(descriptor, attributes.FAST_ACCUM, ctypes.c_int8(key.accumulates_fast))
     _set_operation(descriptor, attributes.EPILOGUE, ctypes.c_uint32(int(_EPILOGUES[key.epilogue])))
     if key.epilogue is Epilogue.BIAS:
         _set_operation(descriptor, attributes.BIAS_DATA_TYPE, ctypes.c_int32(_TYPES[key.y]))

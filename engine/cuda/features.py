@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.config import AttentionSpec, DenseSpec, LayerSpec, ModelConfig, expected_tensors
+from engine.cuda.gemm_key import FP8_MULTIPLE, fits_fp8
 from engine.errors import UnsupportedModelError
 from engine.options import KvDtype, Precision
 from kernels.attention_decode import MAX_GROUP
@@ -16,8 +17,6 @@ from kernels.sampling import MAX_VOCAB
 
 _VECTOR = 8
 """Elements that kernels load at once: every row is a multiple of it."""
-_FP8_MULTIPLE = 16
-"""Of n and k: cuBLASLt takes e4m3 rows that are aligned to 16 bytes only."""
 
 _FP8_BIASES = (".q.bias", ".k.bias", ".v.bias")
 """That rope adds behind the scales; the others' raw sums go where nobody adds a bias."""
@@ -69,8 +68,8 @@ def why_not_kv_dtype(kv_dtype: KvDtype, capability: tuple[int, int]) -> str | No
 def _shape_complaint(n: int, k: int, precision: Precision) -> str | None:
     if precision is Precision.Q4 and (n % TILE_ROWS or k % BLOCK):
         return f"q4 holds matrices of multiples of {TILE_ROWS} rows and {BLOCK} columns only"
-    if precision is Precision.FP8 and (n % _FP8_MULTIPLE or k % _FP8_MULTIPLE):
-        return f"fp8 holds matrices of multiples of {_FP8_MULTIPLE} rows and columns only"
+    if precision is Precision.FP8 and not fits_fp8(n, k):
+        return f"fp8 holds matrices of multiples of {FP8_MULTIPLE} rows and columns only"
     if precision is Precision.FP8 and k > MAX_FP8_COLUMNS:
         return f"fp8 holds matrices of at most {MAX_FP8_COLUMNS} columns"
     return None

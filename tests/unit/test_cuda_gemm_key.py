@@ -42,6 +42,12 @@ def test_products_of_e4m3_that_cannot_be(key: GemmKey, reason: str) -> None:
         Product(key)
 
 
+def test_few_rows_add_up_in_float32() -> None:
+    assert not FP8.accumulates_fast
+    assert replace(FP8, rows=256).accumulates_fast
+    assert not GemmKey(256, 4096, 2048).accumulates_fast
+
+
 def test_sizes_that_fit() -> None:
     assert fits_fp8(16, 16)
     assert not fits_fp8(8, 16)
