@@ -10,10 +10,10 @@ from kernels.tensor import DType
 FP8_MULTIPLE = 16
 """Of n and of k, for cuBLASLt to multiply e4m3."""
 FAST_ACCUMULATION_ROWS = 256
-"""From so many rows on, products of e4m3 add up in the tensor cores' own few bits, without moving partial sums
-out to float32: on an H200 that saves 6–18% from there on, and nothing at 64 rows. Against float64, in terms of
-the root of the squared terms' sum, it errs by 1.0–2.9e-3 instead of 1.6e-4; rounding sums to bf16 errs by
-1.7e-3, rounding both operands to e4m3 by 3.7e-2."""
+"""From so many rows on, products of e4m3 add up in the tensor cores' own few bits, without moving partial
+sums out to float32: on an H200 that saves 6–18% from there on, and nothing at 64 rows. Against float64, in
+terms of the root of the squared terms' sum, it errs by 1.0–2.9e-3 instead of 1.6e-4; rounding sums to bf16
+errs by 1.7e-3, rounding both operands to e4m3 by 3.7e-2."""
 
 
 class Epilogue(StrEnum):
