@@ -13,12 +13,13 @@ from engine.interface import PAGE_SIZE, pages_for
 from engine.options import EngineOptions
 
 ADVICE = {
-    "weights": "take a smaller model or one of fewer bits",
+    "weights": "lower precision to fp8 or q4, or take a smaller model",
     "activations": "lower max_step_tokens",
     "logits": "lower max_sequences",
     "slot_state": "lower max_sequences or max_sequence_length",
+    "rope": "lower max_sequence_length",
     "recurrent_state": "lower max_sequences",
-    "kv_pages": "lower kv_pages, max_sequences or max_sequence_length",
+    "kv_pages": "lower kv_dtype to fp8, or lower kv_pages, max_sequences or max_sequence_length",
 }
 """What to change for a part to shrink, for those parts where anything can be done."""
 

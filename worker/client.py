@@ -31,7 +31,16 @@ from worker.generation import (
     Rejection,
     Update,
 )
-from worker.inspection import inspect_model
+from worker.inspection import (
+    DeviceFigures,
+    Outlook,
+    PlanReport,
+    gpu_figures,
+    inspect_model,
+    plan_model,
+    plan_outlooks,
+    stated_figures,
+)
 from worker.instruments import METRICS_PREFIX
 from worker.kernel_tools import (
     KernelBuild,
@@ -82,6 +91,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "Counter",
+    "DeviceFigures",
     "EngineCapacity",
     "EngineInfo",
     "EngineOptions",
@@ -100,6 +110,8 @@ __all__ = [
     "MetricData",
     "MetricsRegistry",
     "ModelError",
+    "Outlook",
+    "PlanReport",
     "PoolOptions",
     "Precision",
     "ProfileDone",
@@ -126,14 +138,18 @@ __all__ = [
     "default_architectures",
     "exit_with_parent",
     "gguf_part_names",
+    "gpu_figures",
     "inspect_model",
     "kernel_cache_folder",
     "list_kernels",
     "merge_metrics",
+    "plan_model",
+    "plan_outlooks",
     "read_eos_token_ids",
     "read_generation_defaults",
     "read_gguf_metadata",
     "read_json_object",
     "read_optional_json_object",
     "spawn_process",
+    "stated_figures",
 ]

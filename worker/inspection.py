@@ -1,12 +1,36 @@
-"""What the engine understands of a model's files, for the command line. Loads that code only when asked."""
+"""What the engine understands of a model's files and what serving it would take, for the command line.
+
+Loads the heavy parts of it only when asked.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.plan_report import (
+    DeviceFigures,
+    Outlook,
+    PlanReport,
+    gpu_figures,
+    plan_model,
+    plan_outlooks,
+    stated_figures,
+)
+
 if TYPE_CHECKING:
     from engine.inspect import ModelReport
+
+__all__ = [
+    "DeviceFigures",
+    "Outlook",
+    "PlanReport",
+    "gpu_figures",
+    "inspect_model",
+    "plan_model",
+    "plan_outlooks",
+    "stated_figures",
+]
 
 
 def inspect_model(path: Path) -> ModelReport:

@@ -12,6 +12,7 @@ from service.cli.bench import bench
 from service.cli.flags import spread
 from service.cli.inspect import inspect
 from service.cli.kernels import kernels
+from service.cli.plan import plan
 from service.cli.serve import serve_command
 
 _HELP = """Serve large language models over gRPC, and talk to such a server.
@@ -36,6 +37,7 @@ _SERVING, _TALKING, _OPERATING = "Serve", "Talk to a server", "Look after a serv
 
 app.command("serve", rich_help_panel=_SERVING)(serve_command)
 app.command("inspect", rich_help_panel=_SERVING)(inspect)
+app.command("plan", rich_help_panel=_SERVING)(spread(plan))
 app.add_typer(kernels, name="kernels", rich_help_panel=_SERVING)
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     _TALKING: (generate.generate, generate.chat, tokenize.tokenize, bench),
