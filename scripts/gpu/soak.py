@@ -114,7 +114,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounding", action=argparse.BooleanOptionalAction)
     parser.add_argument("--precision", default="auto")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--noise", type=float, default=0.25, help="nats between equals, with --rounding")
+    parser.add_argument("--noise", type=float, default=0.2, help="nats that rounding explains")
     parser.add_argument("--rss-growth-mib", type=float, default=64)
     parser.add_argument("--device-growth-mib", type=float, default=64)
     parser.add_argument("--out", type=Path)
