@@ -6,14 +6,14 @@ no GPU, only its figures.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from engine.config import ModelConfig
 from engine.cuda.buckets import MOST_WIDTH, decode_widths, prefill_sizes
 from engine.cuda.buffers import BufferPlan, BufferSizes
 from engine.cuda.features import require_supported, why_not_kv_dtype, why_not_precision
-from engine.cuda.memory import Layout
+from engine.cuda.memory import ALIGNMENT, Layout
 from engine.cuda.regions import Region
 from engine.cuda.sampling import results_region
 from engine.cuda.settings import SUITED_SIZES, CudaSettings
@@ -109,9 +109,11 @@ def plan_engine(
         buffers.page_bytes(),
         options,
         model_length=config.max_sequence_length,
-        budget=budget,
+        budget=replace(budget, bytes=budget.bytes - _gaps(buffers)),
     )
     buffers.reserve_pages(layout, memory.pages)
+    pages = {"kv_pages": layout.bytes_by_part()["kv_pages"]}
+    memory = replace(memory, bytes_by_purpose=memory.bytes_by_purpose | pages)
     return EnginePlan(config, tier, step, widths, sizes, buffers, stager, results, layout, memory, budget)
 
 
@@ -144,6 +146,11 @@ def _buckets(step: StepSizes, settings: CudaSettings) -> tuple[tuple[int, ...], 
         raise ModelError(f"max_sequences {step.max_sequences} exceeds the CUDA engine's {MOST_WIDTH}.")
     widths = settings.decode_widths or decode_widths(step.max_sequences)
     return widths, settings.prefill_sizes or prefill_sizes(step.max_step_tokens)
+
+
+def _gaps(buffers: BufferPlan) -> int:
+    """Most bytes that alignment may add behind the scales of FP8 pages; whole pages are aligned anyhow."""
+    return 2 * len(buffers.mixers) * ALIGNMENT if buffers.sizes.kv is DType.E4M3 else 0
 
 
 def _dequantised(config: ModelConfig, precision: Precision) -> int:
