@@ -20,7 +20,7 @@ from kernels.norm import add_rms_norm
 from kernels.q4 import Q4Tiles, q4_dequantise
 from kernels.q4_gemm import fits as q4_fits
 from kernels.q4_gemm import q4_gemm
-from kernels.skinny import MAX_FUSED_NORM_ROWS, MAX_ROWS, Finish, FusedNorm, fits, skinny_product
+from kernels.skinny import MAX_FUSED_NORM_ROWS, MAX_ROWS, Finish, FusedNorm, WeightKind, fits, skinny_product
 from kernels.tensor import Tensor
 
 
@@ -68,7 +68,7 @@ def pick_arm(parts: Parts, rows: int, weight: Weight, finish: Finish = Finish.ST
             return Arm.SKINNY
         return Arm.Q4_GEMM if q4_fits(parts.limits, rows, n, k) else Arm.DEQUANTISED
     if isinstance(weight, Fp8Rows):
-        return Arm.SKINNY if rows <= MAX_ROWS else Arm.FP8
+        return Arm.SKINNY if fits(rows, n, k, finish, WeightKind.FP8) else Arm.FP8
     return Arm.SKINNY if parts.skinny and fits(rows, n, k, finish) else Arm.CUBLASLT
 
 

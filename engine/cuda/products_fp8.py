@@ -9,11 +9,11 @@ from __future__ import annotations
 from engine.config import Activation, DenseSpec
 from engine.cuda.buffers import Activations, part
 from engine.cuda.parts import Call, Parts
-from engine.cuda.products import Norm, Products, Sums, product_key
+from engine.cuda.products import Arm, Norm, Products, Sums, product_key
 from engine.cuda.weights import DenseWeights, LinearWeights, Weight
 from kernels.activation import gated_activation, gated_activation_fp8
 from kernels.fp8 import Fp8Rows, quantise_rows
-from kernels.skinny import MAX_FUSED_NORM_ROWS, Finish, FusedNorm, WeightKind, fits, skinny_product
+from kernels.skinny import Finish
 from kernels.tensor import DType, Tensor
 
 
@@ -22,15 +22,14 @@ class Fp8Products(Products):
 
     def project(self, norm: Norm, linear: LinearWeights, y: Tensor) -> Sums:
         """The normalised residual stream · weightᵀ, without the bias. y: bf16 [rows, n]."""
-        if self._is_skinny(linear.weight, Finish.STORE):
-            self._few_rows_of(norm, linear.weight, y, Finish.STORE)
-            return Sums(y)
+        if self._arm(linear.weight) is not Arm.FP8:
+            return super().project(norm, linear, y)
         return self._raw_sums(self._quantised(norm), linear.weight, y)
 
     def add(self, x: Tensor, linear: LinearWeights) -> None:
         """x · weightᵀ onto the residual stream: in the product, or with the next norm. x: bf16 [rows, k]."""
-        if self._is_skinny(linear.weight, Finish.ADD):
-            self._few_rows(x, linear.weight, self.residual, Finish.ADD)
+        if self._arm(linear.weight, Finish.ADD) is not Arm.FP8:
+            super().add(x, linear)
             return
         # What lies there has been read by now: queries by attention, gate|up by the activation.
         is_activated = x.address == self.activations.activated.address
@@ -41,38 +40,16 @@ class Fp8Products(Products):
 
     def feed_forward(self, norm: Norm, spec: DenseSpec, weights: DenseWeights) -> None:
         """down(act(gate) · up) of the normalised residual stream, onto it."""
-        is_swiglu = spec.activation is Activation.SILU
-        if is_swiglu and self._is_skinny(weights.gate_up.weight, Finish.SWIGLU):
-            activated = part(self.activations.activated, self.rows, spec.intermediate)
-            self._few_rows_of(norm, weights.gate_up.weight, activated, Finish.SWIGLU)
-            self.add(activated, weights.down)
+        finish = Finish.SWIGLU if spec.activation is Activation.SILU else Finish.STORE
+        if self._arm(weights.gate_up.weight, finish) is not Arm.FP8:
+            super().feed_forward(norm, spec, weights)
             return
         both = part(self.activations.gate_up, self.rows, 2 * spec.intermediate)
-        sums = self.project(norm, weights.gate_up, both)
-        if sums.row_scale is None or self._is_skinny(weights.down.weight, Finish.ADD):
-            self.add(self._activated(sums, spec), weights.down)
-        else:
+        sums = self._raw_sums(self._quantised(norm), weights.gate_up.weight, both)
+        if self._arm(weights.down.weight, Finish.ADD) is Arm.FP8:
             self._leave(self._activated_rows(sums, spec), weights.down)
-
-    def _few_rows_of(self, norm: Norm, weight: Weight, y: Tensor, finish: Finish) -> None:
-        """Of the normalised residual stream: in one launch for one row of a complete stream."""
-        if self.rows <= MAX_FUSED_NORM_ROWS and self._pending is None:
-            fused = FusedNorm(norm.weight, norm.spec.eps, norm.spec.weight_offset)
-            self._few_rows(self.residual, weight, y, finish, fused)
         else:
-            self._few_rows(self._normalised(norm), weight, y, finish)
-
-    def _few_rows(
-        self, x: Tensor, weight: Weight, y: Tensor, finish: Finish, norm: FusedNorm | None = None
-    ) -> None:
-        library, limits = self._parts.library, self._parts.limits
-        self.calls.append(skinny_product(library, limits, x=x, weight=weight, y=y, finish=finish, norm=norm))
-
-    def _is_skinny(self, weight: Weight, finish: Finish) -> bool:
-        """Whether x stays bf16. With SWIGLU the weight is gate over up."""
-        n, k = weight.shape
-        n //= 2 if finish is Finish.SWIGLU else 1
-        return self._parts.skinny and fits(self.rows, n, k, finish, WeightKind.FP8)
+            self.add(self._activated(sums, spec), weights.down)
 
     def _activated(self, sums: Sums, spec: DenseSpec) -> Tensor:
         """bf16 [rows, inter]."""

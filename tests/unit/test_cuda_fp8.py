@@ -14,12 +14,13 @@ from engine.checkpoint import open_checkpoint
 from engine.config import AttentionSpec, DenseSpec
 from engine.cuda.features import why_not_precision
 from engine.cuda.products_fp8 import fp8_rows_in
+from engine.interface import Sampling
 from engine.options import Precision
 from kernels.tensor import DType, Tensor
-from tests.cuda_scenarios import Load, checkpoint, options, prompt
-from tests.fp8_scenarios import FAMILIES, FP8, SCENARIOS
+from tests.cuda_scenarios import Load, assert_close, checkpoint, options, prompt
+from tests.fp8_scenarios import FAMILIES, FP8, SCENARIOS, reference
 from tests.parity.reference_driver import Driver
-from tests.unit.cuda_twin import HostLibrary, load_twin
+from tests.unit.cuda_twin import SETTINGS, HostLibrary, load_twin
 
 __all__ = ["load_twin"]
 
@@ -37,7 +38,26 @@ def test_which_kernels_the_tier_runs(tmp_path: Path, load_twin: Load) -> None:
     driver.prefill(0)
     driver.decode(1)
     names = {name.partition("<")[0] for name in HostLibrary.names}
-    assert {"gated_activation_fp8", "quantise_rows", "skinny_product"} <= names
+    assert {"gated_activation_fp8", "skinny_product"} <= names
+
+
+def test_few_rows_of_a_model_whose_hidden_size_the_kernels_for_few_rows_cannot_take(
+    tmp_path: Path, load_twin: Load
+) -> None:
+    """48 is no multiple of 32: q|k|v and gate|up quantise their input, o and down do not."""
+    checkpoint(tmp_path, hidden=48, intermediate=128)
+    sizes = {"max_sequences": 1, "max_step_tokens": 7, "kv_pages": 2, "max_sequence_length": 128}
+    HostLibrary.names.clear()
+    settings = replace(SETTINGS, prefill_sizes=(8,))
+    found = Driver(load_twin(options(tmp_path, **FP8, **sizes), settings))  # type: ignore[call-arg]
+    wanted = reference(tmp_path, fp8_activations=True, **sizes)
+    for driver in (found, wanted):
+        driver.start(0, prompt(50), Sampling(temperature=0.0, prompt_logprobs=2))
+        driver.prefill(0, chunk=7)
+    assert_close(found.prompt_logprobs[0], wanted.prompt_logprobs[0])
+    names = {name.partition("<")[0] for name in HostLibrary.names}
+    assert {"gated_activation", "skinny_product"} <= names
+    assert "gated_activation_fp8" not in names
 
 
 def test_rows_of_e4m3_in_a_bf16_buffer() -> None:
