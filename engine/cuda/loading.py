@@ -58,9 +58,18 @@ def load_cuda_engine(
 
     Raises ModelError (the model, the GPU or the sizes cannot be used), EngineError (the GPU fails).
     """
-    settings = settings or CudaSettings()
     with open_checkpoint(options.model) as checkpoint:
-        return _Loading(checkpoint, options, settings, progress).run()
+        return load_from(checkpoint, options, progress, settings)
+
+
+def load_from(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    progress: Progress | None = None,
+    settings: CudaSettings | None = None,
+) -> CudaEngine:
+    """As load_cuda_engine, of a checkpoint that is open; options.model is not looked at."""
+    return _Loading(checkpoint, options, settings or CudaSettings(), progress).run()
 
 
 class _Loading:

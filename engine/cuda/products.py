@@ -72,6 +72,12 @@ def pick_arm(parts: Parts, rows: int, weight: Weight, finish: Finish = Finish.ST
     return Arm.SKINNY if parts.skinny and fits(rows, n, k, finish) else Arm.CUBLASLT
 
 
+def pick_head_arm(parts: Parts, rows: int, weight: Weight) -> Arm:
+    """For the logits: as pick_arm, but for a copy of the head, which is not worth its memory."""
+    arm = pick_arm(parts, rows, weight)
+    return Arm.Q4_GEMM if arm is Arm.DEQUANTISED else arm
+
+
 class Products:
     """Of a program's rows: appends to `calls` what it takes, in order."""
 
@@ -124,10 +130,8 @@ class Products:
         """Of the normalised residual stream. logits: float32 [rows, vocab]; bf16 would make ties among the
         most likely tokens.
         """
-        x, arm = self._normalised(norm), self._arm(weight)
-        if arm is Arm.DEQUANTISED:  # a copy of the head is not worth its memory
-            arm = Arm.Q4_GEMM
-        self._multiply(x, weight, logits, Finish.STORE, arm)
+        arm = pick_head_arm(self._parts, self.rows, weight)
+        self._multiply(self._normalised(norm), weight, logits, Finish.STORE, arm)
 
     def _arm(self, weight: Weight, finish: Finish = Finish.STORE) -> Arm:
         return pick_arm(self._parts, self.rows, weight, finish)
