@@ -123,10 +123,11 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int tile_columns = (k + kQ4TileColumns - 1) / kQ4TileColumns;
     const int first = (blockIdx.x * kWarps + threadIdx.x / 32) * kPerWarp;
     const int64 tile_row = blockIdx.y;
+    const Q4Source source(quants, scales, lane);
     Q4Piece pieces[kPerWarp] = {};
 #pragma unroll
     for (int i = 0; i < kPerWarp; ++i)
-        load_q4_piece(pieces[i], quants, scales, tile_row * tile_columns + first + i, lane, first + i < tile_columns);
+        load_q4_piece(pieces[i], source, blockIdx.y * tile_columns + first + i, first + i < tile_columns);
     wait_for_previous_kernels();
     allow_next_kernel();
     const uint32 mask = q4_pair_mask(k);

@@ -24,17 +24,25 @@ struct Q4Piece {
     uint2 scales;  // f16: x row l/4 and l/4 + 8 of block 0, y of block 1
 };
 
-// Left as it is unless `wanted`. Nobody reads the bytes again.
-__device__ __forceinline__ void load_q4_piece(Q4Piece& piece, const unsigned char* quants, const __half* scales,
-                                              int64 tile, int lane, bool wanted) {
+// A weight's bytes, from this lane's part of its first tile on.
+struct Q4Source {
+    const unsigned char* quants;
+    const __half* scales;
+
+    __device__ __forceinline__ Q4Source(const unsigned char* quants, const __half* scales, int lane)
+        : quants(quants + lane * 16), scales(scales + lane / 4 * 4) {}
+};
+
+// The lane's part of a tile; left as it is unless `wanted`. Nobody reads the bytes again.
+__device__ __forceinline__ void load_q4_piece(Q4Piece& piece, const Q4Source& source, uint32 tile, bool wanted) {
     asm volatile(
         "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %8, 0;\n"
         "@wanted ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%6];\n"
         "@wanted ld.global.nc.L1::no_allocate.v2.u32 {%4,%5}, [%7];\n}"
         : "+r"(piece.words.x), "+r"(piece.words.y), "+r"(piece.words.z), "+r"(piece.words.w), "+r"(piece.scales.x),
           "+r"(piece.scales.y)
-        : "l"(quants + tile * kQ4TileBytes + lane * 16), "l"(scales + tile * kQ4TileScales + lane / 4 * 4),
-          "r"(int(wanted)));
+        : "l"(source.quants + uint64(tile) * uint32(kQ4TileBytes)),
+          "l"(source.scales + uint64(tile) * uint32(kQ4TileScales)), "r"(int(wanted)));
 }
 
 // Row l/4's scale (`high` 0) or row l/4 + 8's (1) of one block's pair.

@@ -27,18 +27,23 @@ __device__ __forceinline__ void copy_async_4(uint32 target, const void* source) 
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
-// This warp's columns of one x tile, a column with each copy. `x`: the tile's first row, at this lane's pair.
-// Columns past the last row of x repeat it; their sums are not used.
-template <int kColumns, int kWarps>
-__device__ __forceinline__ void copy_x_tile(uint32 target, const bf16* x, int32 k, int last_row, int warp, int lane) {
-    const int chunk = lane / 16 * 4 + lane % 4;
-    const int word = lane % 16 / 4;
-    const auto* bytes = reinterpret_cast<const unsigned char*>(x);
-#pragma unroll
-    for (int i = 0; i < kColumns / kWarps; ++i) {
-        const int column = warp + i * kWarps;
-        const uint32 place = column * kXRowBytes + ((chunk ^ (column & 7)) << 4) + word * 4;
-        copy_async_4(target + place, bytes + uint64(uint32(min(column, last_row))) * uint32(2 * k));
+// Column `column` of x tile `tile`, by one warp. `x`: row 0 of the first tile, at this lane's pair; shift: elements.
+template <int kColumns>
+__device__ __forceinline__ void copy_x_column(uint32 tiles, const bf16* x, int32 k, int tile, int column, int last_row,
+                                              int shift, int lane) {
+    const int chunk = (lane / 16 * 4 + lane % 4) ^ (column & 7);
+    const uint32 place = tile * kXTileBytes<kColumns> + column * kXRowBytes + (chunk << 4) + lane % 16 / 4 * 4;
+    const auto* row = reinterpret_cast<const unsigned char*>(x + (tile * kQ4TileColumns - shift));
+    copy_async_4(tiles + place, row + uint64(uint32(min(column, last_row))) * uint32(2 * k));
+}
+
+// Waits until at most `pending` of this thread's newest groups are still under way; pending ≤ 3.
+__device__ __forceinline__ void copy_async_wait_for(int pending) {
+    switch (pending) {
+        case 3: copy_async_wait<3>(); break;
+        case 2: copy_async_wait<2>(); break;
+        case 1: copy_async_wait<1>(); break;
+        default: copy_async_wait<0>();
     }
 }
 
@@ -81,24 +86,28 @@ __device__ __forceinline__ void multiply_by_warp(float (&acc)[kColumns / 8][4], 
     }
 }
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
 // What this thread wrote to shared memory becomes visible to wgmma, after a barrier.
 __device__ __forceinline__ void fence_for_warpgroup_products() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
 }
+// Waits until at most kPending groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wait_for_warpgroup_products() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
 __device__ __forceinline__ void begin_warpgroup_products() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void commit_warpgroup_products() {
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits until at most kPending groups are still under way.
-template <int kPending>
-__device__ __forceinline__ void wait_for_warpgroup_products() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
 // An operand in shared memory: columns of 128 bytes of k, swizzled; 8 columns to 1024 bytes.
 __device__ __forceinline__ uint64 x_descriptor(uint32 address) {
     return uint64(address >> 4) | uint64(1) << 16 | uint64(1024 >> 4) << 32 | uint64(1) << 62;
@@ -136,27 +145,36 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32 (&a)[4], ui
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// One block of 32 of k against all columns, by four warps at once; at most one block stays under way.
-template <int kColumns>
-__device__ __forceinline__ void multiply_by_warpgroup(float (&acc)[kColumns / 8][4], const Q4Fragments& a,
-                                                      uint32 x_tile, int block) {
-    begin_warpgroup_products();
-    wgmma(acc, a.at[0], x_descriptor(x_tile + block * 64));
-    wgmma(acc, a.at[1], x_descriptor(x_tile + block * 64 + 32));
-    commit_warpgroup_products();
-    wait_for_warpgroup_products<1>();
-}
-
 #endif
 
-// Writes to shared memory before it, of all blocks of the cluster, are visible after it.
-__device__ __forceinline__ void cluster_barrier(int blocks) {
-    if (blocks == 1) {
-        __syncthreads();
+// One block of 32 of k against all columns: with kByWarpgroup by four warps at once, of whose products at most one
+// block's stay under way.
+template <int kColumns, bool kByWarpgroup>
+__device__ __forceinline__ void multiply(float (&acc)[kColumns / 8][4], const Q4Fragments& a, uint32 x_tile, int block,
+                                         int lane) {
+    if constexpr (!kByWarpgroup) {
+        multiply_by_warp<kColumns>(acc, a, x_tile, block, lane);
     } else {
-        cluster_arrive();
-        cluster_wait();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+        begin_warpgroup_products();
+        wgmma(acc, a.at[0], x_descriptor(x_tile + block * 64));
+        wgmma(acc, a.at[1], x_descriptor(x_tile + block * 64 + 32));
+        commit_warpgroup_products();
+        wait_for_warpgroup_products<1>();
+#endif
     }
+}
+
+// Both halves of a barrier of the cluster: writes to shared memory before the arrival, of all its blocks, are visible
+// after the wait. A block alone has its barrier in the second half.
+__device__ __forceinline__ void cluster_or_block_arrive(int blocks) {
+    if (blocks > 1) cluster_arrive();
+}
+__device__ __forceinline__ void cluster_or_block_wait(int blocks) {
+    if (blocks > 1)
+        cluster_wait();
+    else
+        __syncthreads();
 }
 
 // Four floats of the shared memory of the cluster's block `rank`, at the address they have in this one's.

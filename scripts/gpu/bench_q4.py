@@ -1,8 +1,9 @@
 """Times products with q4_0 weights on the GPU present: every variant and cluster size, or the plans in use.
 
-    PYTHONPATH=.:tests/gpu:scripts/gpu python scripts/gpu/bench_q4.py [--sweep [TEXT]] [--rows 64 16]
+    PYTHONPATH=.:tests/gpu:scripts/gpu python scripts/gpu/bench_q4.py [--sweep [TEXT]] [--rows 64 16] [--wide]
 
-Prints a line per shape, and what all products of a decode step of two models take together.
+Prints a line per shape, and what all products of a decode step of two models take together. With --wide also
+what turning a weight into bf16 for cuBLASLt takes, against slabs of 64 rows.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import numpy as np
 from kernel_bench import Bench
 from kernel_support import Gpu, random_bf16
 
+from engine.cuda.device import Device
+from engine.cuda.gemm import WORKSPACE_BYTES, GemmKey, GemmPlanner
 from kernels import q4, q4_gemm
 from kernels.q4 import Q4Tiles, tile_shapes
-from kernels.q4_gemm import MAX_CLUSTER, VARIANTS, Q4GemmPlan, pick_plan
+from kernels.q4_gemm import CLUSTERS, VARIANTS, Q4GemmPlan, make_plan, pick_plan
 from kernels.skinny import Finish
 from kernels.tensor import DType, Tensor
 
@@ -33,6 +36,7 @@ MODELS = {
     ),
 }
 HEADS = {"Qwen3-1.7B": (151936, 2048), "Qwen3-8B": (151936, 4096)}
+WIDE_ROWS = (65, 96, 128, 192, 256, 384, 512)
 FINISH = {"o": Finish.ADD, "down": Finish.ADD, "gate_up": Finish.SWIGLU}
 
 
@@ -76,7 +80,7 @@ class Q4Bench(Bench):
                 ]
                 for w in weights
             ]
-            label = f"{rows}×{n}×{k} {plan.variant.expression} ×{plan.cluster}"
+            label = f"{rows}×{n}×{k} {plan.variant.expression} ×{plan.cluster} ×{plan.groups}"
             found.append((self.measure(name, label, calls, moved).microseconds, plan))
         self.release()
         return sorted(found, key=lambda pair: pair[0])
@@ -90,20 +94,45 @@ class Q4Bench(Bench):
         self.release()
         return figure.microseconds
 
+    def through_bf16(self, planner: GemmPlanner, rows: int, n: int, k: int) -> float:
+        """Microseconds of q4_dequantise and cuBLASLt's product, by the heuristic's first choice."""
+        weights = [self.weight(n, k) for _ in range(self.copies(n * k * 9 // 16))]
+        scratch, workspace = self.gpu.empty((n, k), DType.BF16), self.gpu.empty((WORKSPACE_BYTES,), DType.U8)
+        x, y = self.random(rows, k), self.gpu.empty((rows, n), DType.BF16)
+        gemm = planner.plan(GemmKey(rows, n, k)).bind(x=x, w=scratch, y=y, workspace=workspace)
+        calls: list[list[Any]] = [
+            [q4.q4_dequantise(self.gpu.library, tiles=w, out=scratch), gemm] for w in weights
+        ]
+        figure = self.measure("through bf16", f"{rows}×{n}×{k}", calls, weights[0].bytes)
+        self.release()
+        return figure.microseconds
+
+    def wide(self, model: str) -> None:
+        """Both ways for each shape."""
+        planner = GemmPlanner(Device.open(0), cache_folder=None)
+        for name, (n, k) in MODELS[model][1].items():
+            print(f"DEQUANTISE {model} {name}: {self.dequantise(n, k):.2f} µs", flush=True)
+            pairs = []
+            for rows in WIDE_ROWS:
+                slabs = self.product(name, rows, n, k, plans_for(self, name, rows, n, k, None))[0][0]
+                pairs.append(f"{rows}: {slabs:.1f} | {self.through_bf16(planner, rows, n, k):.1f}")
+            print(f"WIDE {model} {name}, slabs | through bf16: {', '.join(pairs)}", flush=True)
+
 
 def plans_for(bench: Q4Bench, name: str, rows: int, n: int, k: int, sweep: str | None) -> list[Q4GemmPlan]:
     finish = FINISH.get(name, Finish.STORE)
+    width = n // 2 if finish is Finish.SWIGLU else n
+    limits = bench.gpu.limits
     if sweep is None:
-        return [pick_plan(bench.gpu.limits, rows, n // 2 if finish is Finish.SWIGLU else n, k, finish)]
+        return [pick_plan(limits, rows, width, k, finish)]
     columns = next(c for c in (16, 32, 64) if min(rows, 64) <= c)
-    slots = bench.gpu.limits.multiprocessors * 4
-    return [
-        Q4GemmPlan(variant, cluster)
+    plans = [
+        make_plan(limits, variant, cluster, rows, width, k, finish)
         for variant in VARIANTS
         if variant.columns == columns and sweep in variant.expression
-        for cluster in (1, 2, 3, 4, 6, MAX_CLUSTER)
-        if cluster == 1 or cluster * -(-n // (16 * variant.warps)) <= slots * variant.resident
+        for cluster in CLUSTERS
     ]
+    return [plan for plan in plans if plan is not None]
 
 
 def main() -> None:
@@ -113,6 +142,7 @@ def main() -> None:
     parser.add_argument("--sweep", nargs="?", const="", help="all variants, or those with this in their name")
     parser.add_argument("--rows", type=int, nargs="*", default=[64])
     parser.add_argument("--models", nargs="*", default=list(MODELS))
+    parser.add_argument("--wide", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     bench = Q4Bench()
@@ -129,11 +159,11 @@ def main() -> None:
                     {"model": model, "name": name, "rows": rows, "us": us, "plan": str(plan)}
                     for us, plan in found
                 ]
-                best = ", ".join(f"{us:.2f} {p.variant.expression[8:-1]} ×{p.cluster}" for us, p in found[:4])
+                best = ", ".join(f"{us:.2f} {p.variant.expression[8:-1]} ×{p.cluster}" for us, p in found[:5])
                 print(f"BEST {model} {name} {rows} rows: {best}", flush=True)
             print(f"STEP {model}, {rows} rows: {step:.0f} µs", flush=True)
-        for name, (n, k) in shapes.items():
-            print(f"DEQUANTISE {model} {name}: {bench.dequantise(n, k):.2f} µs", flush=True)
+        if options.wide:
+            bench.wide(model)
     if options.out:
         options.out.write_text(json.dumps(report, indent=1))
 
