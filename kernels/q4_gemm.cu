@@ -126,11 +126,11 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
         return uint32((within + warp / block_tiles * tile_rows) * tile_columns + first);
     };
 
-    const Q4Source source(quants, scales, lane);
     Q4Piece pieces[kDepth] = {};
-    uint32 tile_base = first_tile(blockIdx.y);
+    Q4Source source(quants, scales, lane);  // of the next tiles to load
+    source.advance(first_tile(blockIdx.y));
 #pragma unroll
-    for (int i = 0; i < kDepth; ++i) load_q4_piece(pieces[i], source, tile_base + i, i < count);
+    for (int i = 0; i < kDepth; ++i) load_q4_piece(pieces[i], source, i, i < count);
     wait_for_previous_kernels();
     allow_next_kernel();
 
@@ -157,9 +157,16 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
     int chunk = 0;  // of x, the next to wait for
     for (int row_block = blockIdx.y; row_block < row_blocks; row_block += gridDim.y) {
         const bool another = row_block + int(gridDim.y) < row_blocks;
-        const uint32 next_base = another ? first_tile(row_block + gridDim.y) : tile_base;
         float acc[kColumns / 8][4] = {};
         for (int base = 0; base < count; base += kDepth) {
+            int to_load = count - base - kDepth;
+            if (to_load > 0) {
+                source.advance(kDepth);
+            } else {
+                source = Q4Source(quants, scales, lane);
+                source.advance(first_tile(row_block + gridDim.y));
+                to_load = another ? count : 0;
+            }
 #pragma unroll
             for (int i = 0; i < kDepth; ++i) {
                 const int tile = base + i;
@@ -179,9 +186,7 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
                         multiply<kColumns, kByWarpgroup>(acc, a, x_tile, block, lane);
                     }
                 }
-                const bool same = tile + kDepth < count;
-                load_q4_piece(pieces[i], source, same ? tile_base + tile + kDepth : next_base + i,
-                              same || (another && base + kDepth >= count && i < count));
+                load_q4_piece(pieces[i], source, i, i < to_load);
             }
         }
         if constexpr (kByWarpgroup) wait_for_warpgroup_products<0>();
@@ -201,7 +206,6 @@ __global__ void __launch_bounds__(kWarps * 32, kResident)
         cluster_or_block_wait(blocks);
         finish_rows<kHeight, kWarps * 32>(result, shared_address(sums), row_block * block_tiles * kQ4TileRows);
         cluster_or_block_arrive(blocks);
-        tile_base = next_base;
     }
     cluster_or_block_wait(blocks);
 }

@@ -31,6 +31,12 @@ struct Q4Source {
 
     __device__ __forceinline__ Q4Source(const unsigned char* quants, const __half* scales, int lane)
         : quants(quants + lane * 16), scales(scales + lane / 4 * 4) {}
+
+    // From that tile on.
+    __device__ __forceinline__ void advance(uint32 tiles) {
+        quants += uint64(tiles) * uint32(kQ4TileBytes);
+        scales += uint64(tiles) * uint32(kQ4TileScales);
+    }
 };
 
 // The lane's part of a tile; left as it is unless `wanted`. Nobody reads the bytes again.
