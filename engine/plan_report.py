@@ -115,7 +115,7 @@ def plan_model(path: Path, options: EngineOptions, device: DeviceFigures) -> Pla
     Raises ModelError for a model that cannot be read or run and, with what to lower, for sizes that do not
     fit.
     """
-    config, own = _read(path)
+    config, own = read_model(path)
     planner = _Planner(config, own, options, device)
     plan = planner.plan(options)
     memory, tier = plan.memory, plan.tier
@@ -142,11 +142,17 @@ def plan_model(path: Path, options: EngineOptions, device: DeviceFigures) -> Pla
     )
 
 
+def plan_engine_for(path: Path, options: EngineOptions, device: DeviceFigures) -> EnginePlan:
+    """The plan itself, for what else can be told of it. Raises ModelError."""
+    config, own = read_model(path)
+    return _Planner(config, own, options, device).plan(options)
+
+
 def plan_outlooks(path: Path, options: EngineOptions, device: DeviceFigures) -> tuple[Outlook, ...]:
     """What each choice of precisions would come to, where the one asked for does not fit. Raises ModelError
     for a model that cannot be read.
     """
-    config, own = _read(path)
+    config, own = read_model(path)
     return tuple(_Planner(config, own, options, device).outlooks())
 
 
@@ -236,8 +242,11 @@ class _Planner:
         return fits
 
 
-def _read(path: Path) -> tuple[ModelConfig, Precision]:
-    """The configuration and the checkpoint's own precision, of its weights or, without any, its settings."""
+def read_model(path: Path) -> tuple[ModelConfig, Precision]:
+    """The configuration and the checkpoint's own precision, of its weights or, without any, its settings.
+
+    Raises ModelError.
+    """
     from engine.checkpoint import open_checkpoint
     from engine.config import ModelConfig
     from engine.files.json_file import read_json_object

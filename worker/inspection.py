@@ -17,6 +17,7 @@ from engine.plan_report import (
     plan_outlooks,
     stated_figures,
 )
+from engine.product_figures import ProductFigure, list_products, measure_products
 
 if TYPE_CHECKING:
     from engine.inspect import ModelReport
@@ -25,8 +26,11 @@ __all__ = [
     "DeviceFigures",
     "Outlook",
     "PlanReport",
+    "ProductFigure",
     "gpu_figures",
     "inspect_model",
+    "list_products",
+    "measure_products",
     "plan_model",
     "plan_outlooks",
     "stated_figures",

@@ -13,7 +13,7 @@ from engine.cuda.gemm import GemmKey
 from engine.cuda.graphs import Eager, Graph, Runnable, Runs
 from engine.cuda.memory import Arena
 from engine.cuda.parts import KeyCollector, Parts, distinct_layers
-from engine.cuda.program import final_norm, pass_to_last_attention, whole_pass
+from engine.cuda.program import final_norm, pass_to_last_attention, rest_of_last_layer, whole_pass
 from engine.cuda.rows import DecodeRows, PrefillRows
 from engine.cuda.sampling import Tail
 from engine.cuda.work import SampleKey
@@ -86,10 +86,11 @@ def product_keys(parts: Parts, widths: Sequence[int], sizes: Sequence[int]) -> l
     """Every matrix product that the programs leave to cuBLASLt, each once: learnt by building them."""
     collector = KeyCollector()
     parts = replace(distinct_layers(parts), planner=collector)
-    logits = parts.buffers.logits.logits
-    for count in dict.fromkeys((*widths, parts.buffers.plan.sizes.logit_rows)):
-        products = whole_pass(parts, DecodeRows(parts, count))
-        products.head(final_norm(parts), parts.weights.head, logits.rows(0, count))
+    chosen = parts.staging.tensor("prompt_rows").rows(0, parts.buffers.plan.sizes.logit_rows)
+    with_head = [whole_pass(parts, DecodeRows(parts, width)) for width in widths]
+    for products in (*with_head, rest_of_last_layer(parts, chosen)):
+        logits = parts.buffers.logits.logits.rows(0, products.rows)
+        products.head(final_norm(parts), parts.weights.head, logits)
     for size in sizes:
         whole_pass(parts, PrefillRows(parts, size))
     return list(collector.keys)

@@ -20,7 +20,7 @@ from engine.checkpoint.tensor import Tensor as StoredTensor
 from engine.config import ModelConfig
 from engine.cuda.memory import Arena, Layout
 from engine.cuda.weight_conversion import row_scales, row_step, write_bf16
-from engine.cuda.weights import Weight, device_weights
+from engine.cuda.weights import Weight, device_weights, tensors_of
 from engine.options import Precision
 from engine.quantization import q4_0
 from kernels import fp8, q4
@@ -96,7 +96,7 @@ class Piece:
     @property
     def device_bytes(self) -> int:
         """At the end of it."""
-        return sum(tensor.bytes for tensor in _tensors(self.target))
+        return sum(tensor.bytes for tensor in tensors_of(self.target))
 
     @staticmethod
     def row_bytes(columns: int) -> int:
@@ -234,11 +234,3 @@ def _kind(stored: StoredTensor, target: Weight) -> type[Piece]:
 def _step(rows: int, target: Weight) -> int:
     """Rows may be cut at multiples of this: whole blocks of a scale, and whole tiles."""
     return lcm(rows, TILE_ROWS) if isinstance(target, Q4Tiles) else rows
-
-
-def _tensors(weight: Weight) -> tuple[Tensor, ...]:
-    if isinstance(weight, Tensor):
-        return (weight,)
-    if isinstance(weight, Q4Tiles):
-        return weight.quants, weight.scales
-    return weight.values, weight.scale

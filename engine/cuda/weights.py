@@ -156,6 +156,15 @@ def weights_in(arena: Arena, config: ModelConfig, precision: Precision = Precisi
     )
 
 
+def tensors_of(weight: Weight) -> tuple[Tensor, ...]:
+    """What a weight consists of."""
+    if isinstance(weight, Tensor):
+        return (weight,)
+    if isinstance(weight, Q4Tiles):
+        return weight.quants, weight.scales
+    return weight.values, weight.scale
+
+
 def _names(config: ModelConfig, precision: Precision) -> Iterator[tuple[str, tuple[str, ...]]]:
     """(device name, canonical names), for all weights.
 

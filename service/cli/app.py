@@ -40,7 +40,7 @@ app.command("inspect", rich_help_panel=_SERVING)(inspect)
 app.command("plan", rich_help_panel=_SERVING)(spread(plan))
 app.add_typer(kernels, name="kernels", rich_help_panel=_SERVING)
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
-    _TALKING: (generate.generate, generate.chat, tokenize.tokenize, bench),
+    _TALKING: (generate.generate, generate.chat, tokenize.tokenize),
     _OPERATING: (
         control.status,
         control.metrics,
@@ -53,6 +53,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
 for _panel, _functions in _COMMANDS.items():
     for _function in _functions:
         app.command(_function.__name__, rich_help_panel=_panel)(spread(_function))
+app.add_typer(bench, name="bench", rich_help_panel=_TALKING)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""`slipstream bench`: how fast a running server is, as its clients see it."""
+"""`slipstream bench`: how fast a running server is, as its clients see it; below it, other measurements."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from service.cli.bench_plans import plans
 from service.cli.connection import EXIT_FAILED, Connection, reporting_failures
+from service.cli.flags import spread
 
 if TYPE_CHECKING:
     from service.cli.load import Load, Percentiles, Summary
 
 
-def bench(
+bench = typer.Typer(invoke_without_command=True)
+bench.command("plans")(spread(plans))
+
+
+@bench.callback()
+@spread
+def _bench(
+    context: typer.Context,
     connection: Connection,
     streams: Annotated[int, typer.Option(help="Requests in flight at once.", min=1)] = 16,
     requests: Annotated[
@@ -32,6 +41,8 @@ def bench(
 
     Example: slipstream bench --streams 64 --prompt-tokens 512 --max-tokens 256
     """
+    if context.invoked_subcommand is not None:
+        return
     from service.cli.load import Load
 
     load = Load(streams, requests or 4 * streams, prompt_tokens, max_tokens, shared_prefix, temperature, seed)

@@ -129,7 +129,7 @@ def plan(
 
     figures = device.figures()
     try:
-        path = _find(model)
+        path = find_model(model)
         report = plan_model(path, options.engine_options(path), figures)
     except ModelNotFound as error:
         fail(str(error))
@@ -166,7 +166,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[unit])
 
 
-def _find(model: str) -> Path:
+def find_model(model: str) -> Path:
     """Raises ModelNotFound. A config.json alone is no model to serve, but enough to plan for one."""
     from service.models import resolve_model
 

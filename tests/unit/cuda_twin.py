@@ -7,7 +7,7 @@ replaced. Launches take effect at once, in the order in which they are enqueued.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +189,10 @@ class HostPlanner:
 
     def __init__(self, device: HostDevice, *, cache_folder: Path | None) -> None:
         self.keys: set[GemmKey] = set()
+        self.tuned: set[GemmKey] = set()
+
+    def plan_all(self, keys: Sequence[GemmKey], *, scratch: Tensor | None, progress: Any) -> None:
+        self.tuned.update(keys)
 
     def plan(self, key: GemmKey) -> HostPlan:
         self.keys.add(key)

@@ -13,7 +13,7 @@ pytest.importorskip("nvmath")
 from engine.cuda import loading, staging
 from engine.cuda.settings import SUITED_SIZES
 from engine.interface import Sampling
-from engine.options import EngineOptions
+from engine.options import EngineOptions, Precision
 from tests.cuda_scenarios import (
     FAMILIES,
     SCENARIOS,
@@ -47,6 +47,27 @@ def test_scenario(tmp_path: Path, load_twin: Load, scenario: object) -> None:
 @pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
 def test_a_family_has_the_logprobs_of_the_reference(tmp_path: Path, load_twin: Load, case: Case) -> None:
     a_family_has_the_logprobs_of_the_reference(load_twin, tmp_path, case)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 70])
+@pytest.mark.parametrize("precision", [Precision.BF16, Precision.Q4, Precision.FP8])
+def test_every_product_is_tuned_before_serving(
+    tmp_path: Path, load_twin: Load, slots: int, precision: Precision
+) -> None:
+    """None is left to the heuristic's first choice, whatever steps come."""
+    sizes = {"max_sequences": slots, "max_step_tokens": 90, "kv_pages": 90, "max_sequence_length": 192}
+    engine = load_twin(
+        options(checkpoint(tmp_path), precision=precision, **sizes), replace(SETTINGS, tune=True)
+    )
+    driver = Driver(engine)
+    for slot in range(slots):
+        driver.start(slot, prompt(20, seed=slot), Sampling(temperature=0.0, prompt_logprobs=1))
+    for slot in range(0, slots, 4):
+        driver.prefill(*range(slot, min(slots, slot + 4)))
+    driver.decode(2)
+    planner = engine.parts.planner
+    assert planner.keys or precision is Precision.Q4  # whose steps of so few rows leave nothing to cuBLASLt
+    assert planner.keys <= planner.tuned
 
 
 def test_the_smallest_engine(tmp_path: Path, load_twin: Load) -> None:
