@@ -19,7 +19,12 @@ from engine.config import (
     MoESpec,
     expected_tensors,
 )
+from engine.options import Precision
 from engine.quantization.tensor_type import TensorType
+
+_Q4_COLUMNS = 64
+_Q4_TILE_ROW_BYTES = 36
+"""On a GPU a row of q4_0 consists of parts of 64 columns: two blocks of 16 bytes and an f16 scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,8 @@ class ModelReport:
     stored_bytes: dict[str, int]
     """By stored type, of the tensors in use."""
     bytes_by_precision: dict[str, int]
-    """Of all weights in an engine's memory: bf16; or the layers' matrices in fp8 or q4_0, the rest bf16."""
+    """Of all weights in a GPU's memory, by tier: all bf16; or the layers' matrices in fp8; or these and the
+    head in q4. The rest is bf16, a tied embedding too, beside which q4 has a head of its own."""
     kv_bytes_per_token: dict[str, int]
     """By KV precision, over all layers."""
     state_bytes_per_sequence: int
@@ -85,9 +91,8 @@ def inspect_model(path: Path) -> ModelReport:
         active_parameters=sum(sizes.values()) - _idle_parameters(config),
         stored_bytes=_stored_bytes(files),
         bytes_by_precision={
-            "bf16": 2 * sum(sizes.values()),
-            "fp8": sum(_bytes_in(name, shape, TensorType.F8_E4M3) for name, shape in shapes.items()),
-            "q4_0": sum(_bytes_in(name, shape, TensorType.Q4_0) for name, shape in shapes.items()),
+            str(tier): sum(_bytes_in(name, shape, tier) for name, shape in _held(config, tier).items())
+            for tier in (Precision.BF16, Precision.FP8, Precision.Q4)
         },
         kv_bytes_per_token={"bf16": 2 * kv_elements, "fp8": kv_elements},
         state_bytes_per_sequence=4 * config.state_elements_per_sequence(),
@@ -164,13 +169,23 @@ def _stored_bytes(files: ModelFiles) -> dict[str, int]:
     return dict(totals.most_common())
 
 
-def _bytes_in(name: str, shape: tuple[int, ...], precision: TensorType) -> int:
-    """Bytes of a weight where the layers' matrices are held in `precision` if they can be."""
-    is_matrix = len(shape) == 2 and name.startswith("layers.") and "conv" not in name and "router" not in name
-    if not is_matrix or shape[1] % precision.block_elements:
-        return 2 * prod(shape)
-    scales = 4 * shape[0] if precision is TensorType.F8_E4M3 else 0
-    return shape[0] * precision.row_bytes(shape[1]) + scales
+def _held(config: ModelConfig, tier: Precision) -> dict[str, tuple[int, ...]]:
+    """Shapes of all weights in memory."""
+    shapes = expected_tensors(config)
+    if tier is Precision.Q4:
+        shapes.setdefault("head.weight", shapes["embedding.weight"])
+    return shapes
+
+
+def _bytes_in(name: str, shape: tuple[int, ...], tier: Precision) -> int:
+    """Bytes of a weight in that tier, or in bf16 if the tier cannot hold its rows."""
+    is_linear = len(shape) == 2 and name.startswith("layers.") and "conv" not in name and "router" not in name
+    if tier is Precision.FP8 and is_linear:
+        return shape[0] * (shape[1] + 4)
+    is_quantised = is_linear or name == "head.weight"
+    if tier is Precision.Q4 and is_quantised and shape[1] % TensorType.Q4_0.block_elements == 0:
+        return shape[0] * -(-shape[1] // _Q4_COLUMNS) * _Q4_TILE_ROW_BYTES
+    return 2 * prod(shape)
 
 
 def _lines(report: ModelReport) -> Iterator[str]:

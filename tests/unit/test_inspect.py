@@ -12,6 +12,8 @@ from safetensors.numpy import load_file
 from engine.config import AttentionSpec
 from engine.errors import ModelError
 from engine.inspect import inspect_model
+from engine.options import Precision
+from scripts.make_tiny_checkpoint import make_tiny_checkpoint
 from scripts.random_checkpoint import write_safetensors
 from scripts.tiny_gguf import write_gguf
 from tests.parity.families import CASES, build_checkpoint
@@ -27,10 +29,21 @@ def test_every_family_has_a_sound_report(case: object, tmp_path: Path) -> None:
     assert 0 < stored - 4 * report.parameters < 60_000
     assert report.bytes_by_precision["bf16"] == 2 * report.parameters
     assert report.bytes_by_precision["fp8"] < 2 * report.parameters
-    assert report.bytes_by_precision["q4_0"] < 2 * report.parameters
+    assert report.bytes_by_precision["q4"] < 3 * report.parameters
     assert sum(len(group.layers) for group in report.groups) == report.config.n_layers
     assert report.config.family in report.render()
     assert "can be loaded" in report.render()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_in_each_tier_are_those_on_a_gpu(tmp_path: Path, tied: bool) -> None:
+    pytest.importorskip("cuda.bindings")
+    from engine.cuda.weights import device_weights
+
+    folder = make_tiny_checkpoint(tmp_path, family="qwen2", hidden=96, tied=tied)
+    report = inspect_model(folder)
+    for tier, size in report.bytes_by_precision.items():
+        assert size == sum(weight.bytes for weight in device_weights(report.config, Precision(tier)))
 
 
 def test_numbers_of_a_mixture(tmp_path: Path) -> None:
