@@ -1,6 +1,9 @@
-"""Checks the CUDA engine on the GPU present: every scenario of the tests, and logits against transformers.
+"""Checks the CUDA engine on the GPU present: scenarios, every tier, logits against transformers.
 
-    PYTHONPATH=. python scripts/gpu/check_engine.py --out build/check [--shape qwen3-1.7b --layers 4]
+The scenarios are those of the tests; a tier's log-probabilities must be those of the reference engine.
+
+    PYTHONPATH=. python scripts/gpu/check_engine.py --out build/check [--shape qwen3-1.7b --layers 4] \
+        [--only "tier q4" "tier fp8"]
 
 A failure in one part does not stop the others. Writes check_engine.json; exits with 1 if anything failed.
 """
@@ -23,6 +26,7 @@ from engine.cuda.loading import load_cuda_engine
 from engine.cuda.settings import CudaSettings
 from engine.interface import Engine, PageAssignment, PrefillChunk, Sampling, SlotStart, StepPlan
 from engine.options import EngineOptions
+from scripts.gpu.check_tiers import TIERS, tier_errors
 from scripts.gpu.make_random_checkpoint import make_random_checkpoint
 from tests.cuda_scenarios import (
     FAMILIES,
@@ -45,12 +49,15 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shape", default="qwen3-1.7b")
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="the parts whose names begin with one of these"
+    )
     parser.add_argument("--skip", default="-", help="leave out the parts whose names begin with this")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {}
     for name, part in _parts(arguments.shape, arguments.layers).items():
-        if name.startswith(arguments.skip):
+        if name.startswith(arguments.skip) or not name.startswith(tuple(arguments.only)):
             continue
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
@@ -96,6 +103,8 @@ def _parts(shape: str, layers: int) -> dict[str, Callable[[Path], Any]]:
         parts[f"reference {family}"] = closing(
             lambda folder, family=family: logprobs_are_those_of_the_reference(load, folder, family)
         )
+    for tier in TIERS:
+        parts[f"tier {tier}"] = closing(lambda folder, tier=tier: tier_errors(load, folder, tier))
     parts["decoded, all arms"] = closing(
         lambda folder: decoded_logprobs_are_those_of_the_reference(load, folder)
     )
