@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from engine.interface import Engine, Sampling
-from engine.options import EngineOptions
+from engine.options import EngineOptions, KvDtype, Precision
 from engine.reference.sampler import Sampler
 from scripts.gpu.recall_model import BOS, TINY, Recall, make_recall_model
 from tests.parity.reference_driver import Driver
@@ -31,6 +31,14 @@ WAYS = (
     Sampling(temperature=0.0, frequency_penalty=0.3, repetition_penalty=1.1),
 )
 """Every rule of sampling, alone and together, all from one model."""
+
+TIERS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "q4": {"precision": Precision.Q4},
+    "fp8": {"precision": Precision.FP8},
+    "fp8, KV fp8": {"precision": Precision.FP8, "kv_dtype": KvDtype.FP8},
+}
+"""In none of which anything rounds."""
 
 
 def options(folder: Path, **changes: Any) -> EngineOptions:

@@ -1,7 +1,7 @@
 """The CUDA engine's log-probabilities in each tier against the reference engine's, which rounds alike.
 
-Both differ by bf16's rounding of activations alone; but FP8 makes more of it, where a value next to an edge of
-e4m3 falls to the other side, a sixteenth away. Knows checkpoints and the engine's interface.
+Both differ by bf16's rounding of activations alone; but FP8 makes more of it, where a value next to an edge
+of e4m3 falls to the other side, a sixteenth away. Knows checkpoints and the engine's interface.
 """
 
 from __future__ import annotations

@@ -30,6 +30,8 @@ from scripts.gpu.make_random_checkpoint import MODELS, write_tensors
 from scripts.make_tiny_checkpoint import write_tokenizer
 
 BASE = 16
+BLOCK = 32
+"""Of q4_0."""
 PLACES = 4
 """Digits that a layer recalls; several heads add to each."""
 BOS = 1
@@ -108,8 +110,9 @@ class Recall:
         return self.hidden * int(_RMS * _RMS) // int(CONSTANT * CONSTANT)
 
     def place(self, layer: int) -> int:
-        """First element of the residual stream that is the layer's."""
-        return self.digits * BASE + 2 * self.constants + layer * PLACES * BASE
+        """First element of the residual stream that is the layer's; a block of q4_0 begins there."""
+        before = self.digits * BASE + 2 * self.constants
+        return before + -before % BLOCK + layer * PLACES * BASE
 
     def look(self, layer: int, head: int) -> tuple[int, int, int]:
         """(tokens back, which digit, the layer's place it is added to)."""
@@ -122,13 +125,15 @@ class Recall:
     def codes(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.float32]]:
         """Digits as recalled [vocab, digits], as scored [vocab, layers · PLACES], and the latter's weights.
 
-        Weights have 8 bits, in 1 … 2: ties are rare.
+        Weights differ, so that ties are rare: 1 … 2 in 16 steps for every other place, and the next one's,
+        which shares a block of q4_0, some eighths of it.
         """
         random = np.random.default_rng(self.seed)
         places = self.layers * PLACES
         recalled = random.integers(0, BASE, (self.vocab, self.digits), np.uint8)
         scored = random.integers(0, BASE, (self.vocab, places), np.uint8)
-        weights = random.integers(128, 256, (self.vocab, places)).astype(np.float32) / 128
+        weights = random.integers(16, 32, (self.vocab, places)).astype(np.float32) / 16
+        weights[:, 1::2] = weights[:, ::2] * random.integers(4, 9, (self.vocab, places // 2)) / 8
         return recalled, scored, weights
 
     def permutation(self, layer: int) -> NDArray[np.intp]:

@@ -29,6 +29,7 @@ from tests.fp8_scenarios import SCENARIOS as FP8_SCENARIOS
 from tests.kv_fp8_scenarios import SCENARIOS as KV_FP8_SCENARIOS
 from tests.parity.families import Case
 from tests.recall_scenarios import SCENARIOS as RECALL_SCENARIOS
+from tests.recall_scenarios import TIERS
 
 pytestmark = pytest.mark.gpu
 LAZY = CudaSettings(tune=False, capture=False)
@@ -84,11 +85,12 @@ def test_a_family_has_the_logprobs_of_the_reference(
     a_family_has_the_logprobs_of_the_reference(load_with_all_arms, tmp_path, case)
 
 
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("scenario", RECALL_SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_every_token_is_foretold_by_whatever_arm(
-    tmp_path: Path, load_with_all_arms: Load, scenario: object
+    tmp_path: Path, load_with_all_arms: Load, scenario: object, tier: str
 ) -> None:
-    scenario(load_with_all_arms, tmp_path)  # type: ignore[operator]
+    scenario(load_with_all_arms, tmp_path, **TIERS[tier])  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("family", FP8_FAMILIES)

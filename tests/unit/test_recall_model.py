@@ -13,7 +13,7 @@ from engine.options import EngineOptions
 from scripts.gpu.make_random_checkpoint import MODELS
 from scripts.gpu.recall_model import TINY, Recall, make_recall_model, score_shares
 from tests.parity.reference_driver import Driver
-from tests.recall_scenarios import GREEDY, SCENARIOS, Load, foretold, options, prompt
+from tests.recall_scenarios import GREEDY, SCENARIOS, TIERS, Load, foretold, options, prompt
 from tests.unit.cuda_twin import load_twin
 
 __all__ = ["load_twin"]
@@ -38,9 +38,10 @@ def test_the_reference_engine_recalls_what_is_foretold(tmp_path: Path) -> None:
         assert driver.tokens[slot] == foretold(model, prompt(length), GREEDY, 13)
 
 
+@pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_scenario_on_the_twin(tmp_path: Path, load_twin: Load, scenario: object) -> None:
-    scenario(load_twin, tmp_path)  # type: ignore[operator]
+def test_scenario_on_the_twin(tmp_path: Path, load_twin: Load, scenario: object, tier: str) -> None:
+    scenario(load_twin, tmp_path, **TIERS[tier])  # type: ignore[operator]
 
 
 def test_another_page_anywhere_changes_the_answer() -> None:
