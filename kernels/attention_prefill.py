@@ -188,7 +188,7 @@ def attention_prefill(
     tiles              int32 [most tiles, 8] from tile_list, made for pick_variant's variant
     n_tiles            int32 [1]: how many of them count
     window             keys a row sees, its own included; None: all before it
-    variant            None takes pick_variant's for this many rows
+    variant            None takes Hopper's where there is one, else pick_variant's for this many rows
 
     Raises ValueError for shapes that do not fit.
     """
@@ -204,6 +204,8 @@ def attention_prefill(
         raise ValueError(f"{SOURCE}: {n_heads} heads cannot share {n_kv_heads} kv heads evenly")
     numbers = (i32(n_heads), i32(n_kv_heads), i32(block_table.shape[1]), i32(window or 0), f32(scale))
     lists = (block_table, tiles, n_tiles, out, *numbers)
+    if variant is None:
+        variant = pick_hopper_variant(limits, head_dim, k_pages.dtype)
     if variant is None:
         variant = pick_variant(limits, head_dim)
         variant = pick_variant(limits, head_dim, -(-rows * n_heads // variant.rows))
