@@ -12,12 +12,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from engine import kernel_catalog
-from kernels import registry, skinny
+from kernels import activation, registry, skinny
 from kernels.compiler import CompileUnit
 from kernels.skinny import Ring
 from service.cli.app import app
 
-SMALL = CompileUnit("activation.cu", ("gated_activation<false>",))
+SMALL = CompileUnit(activation.SOURCE, activation.UNITS[0].expressions[:1])
 
 
 @pytest.fixture(autouse=True)
