@@ -13,10 +13,10 @@ namespace {
 constexpr int kVector = 8;
 
 // x / y, rounded to the nearest, given y's rounded reciprocal: a guess, and its remainder's share. What division
-// does besides is for operands that do not occur here. NaN and infinity stay NaN.
+// does besides is for operands that do not occur here. Signs keep −0 as it is; NaN and infinity become NaN.
 __device__ __forceinline__ float quotient(float x, float y, float inverse) {
     const float guess = x * inverse;
-    return __fmaf_rn(__fmaf_rn(-guess, y, x), inverse, guess);
+    return __fmaf_rn(-__fmaf_rn(guess, y, -x), inverse, guess);
 }
 
 }  // namespace
