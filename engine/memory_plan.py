@@ -17,6 +17,7 @@ ADVICE = {
     "activations": "lower max_step_tokens",
     "logits": "lower max_sequences",
     "slot_state": "lower max_sequences or max_sequence_length",
+    "graphs": "lower max_sequences or max_step_tokens",
     "rope": "lower max_sequence_length",
     "recurrent_state": "lower max_sequences",
     "kv_pages": "lower kv_dtype to fp8, or lower kv_pages, max_sequences or max_sequence_length",

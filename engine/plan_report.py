@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 USUAL_CONTEXT = 4096
 """Tokens for which the largest batch is told, besides the model's full length."""
 
-CONTEXT_BYTES = 640 << 20
-"""What the CUDA context takes of a device before anything else, where none is there to be asked."""
+CONTEXT_BYTES = 528 << 20
+"""What the CUDA context takes of a device before anything else, where none can be asked; an H200's."""
 
 _NEEDED = ("cuda", "cuda.bindings", "nvmath")
 _HOPPER = ((9, 0), 132, 227 << 10, 50 << 20)
@@ -276,7 +276,8 @@ _PARTS = {
     "rope": "cosines and sines of all positions",
     "exchange": "what crosses from and to the host in a step",
     "staging": "where weights arrive to be converted",
-    "reserve": "left free: graphs, kernel code, the driver's own",
+    "graphs": "an allowance: 4 KiB for each of their nodes, of which 3.2 were measured",
+    "reserve": "left free for kernel code and the driver's own",
     "kv_pages": "keys and values, 64 tokens a page",
 }
 _WORKSPACES = ("workspace", "scratch", "decode.", "decode_plan.")
@@ -297,7 +298,7 @@ def _parts(plan: EnginePlan) -> Iterator[PlannedPart]:
     for name, place in plan.layout.reservations.items():
         is_workspace = place.part == "activations" and name.startswith(_WORKSPACES)
         sizes[groups.get(name) or ("workspaces" if is_workspace else place.part)] += aligned(place.bytes)
-    sizes["reserve"] = plan.memory.bytes_by_purpose["reserve"]
+    sizes |= {name: plan.memory.bytes_by_purpose[name] for name in ("graphs", "reserve")}
     for name, about in _WEIGHTS.items():
         if sizes[name]:
             yield PlannedPart(f"weights: {name}", sizes.pop(name), about)

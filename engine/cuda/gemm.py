@@ -27,6 +27,11 @@ __all__ = [
 ]
 
 
+def least_scratch(keys: Iterable[GemmKey]) -> int:
+    """Bytes without which not all of these can be tuned: each with a single copy of its weight."""
+    return max((scratch_bytes(key, 1, WORKSPACE_BYTES) for key in keys), default=0)
+
+
 class GemmPlanner:
     """Finds, tunes and keeps plans for one device. Used from one thread."""
 

@@ -16,12 +16,12 @@ from cuda.bindings import driver
 
 from engine.checkpoint import Checkpoint, open_checkpoint
 from engine.config import ModelConfig
-from engine.cuda.buffers import BufferPlan, Buffers, rope_values
+from engine.cuda.buffers import Buffers, rope_values
 from engine.cuda.device import Device, Stream, check, cuda_version_text, driver_version
 from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
-from engine.cuda.gemm import GemmPlanner
+from engine.cuda.gemm import GemmPlanner, least_scratch
 from engine.cuda.ledger import Ledger
-from engine.cuda.memory import Arena, memory_budget
+from engine.cuda.memory import Arena, Layout, memory_budget
 from engine.cuda.parts import Parts
 from engine.cuda.planning import EnginePlan, plan_engine
 from engine.cuda.programs import Programs, product_keys
@@ -40,9 +40,6 @@ from kernels.errors import KernelError
 from kernels.launch import KernelLibrary
 from kernels.registry import all_units
 from kernels.tensor import DType, Tensor
-
-_SCRATCH_BYTES = 4 << 30
-"""To tune in: all copies of a large model's head and more."""
 
 _REPORT_SECONDS = 0.2
 """Between reports on kernels that are still being compiled once the weights are there."""
@@ -216,7 +213,7 @@ class _Loading:
             return
         with self._timed("tuning"):
             keys = product_keys(parts, self._plan.widths, self._plan.sizes)
-            scratch = _pages_as_scratch(arena, parts.buffers.plan)
+            scratch = _scratch(arena, self._plan.layout, least_scratch(keys))
             planner.plan_all(keys, scratch=scratch, progress=lambda share: self._hear("tuning", share))
             if scratch is not None:
                 stream.fill(scratch.address, 0, scratch.bytes)
@@ -301,8 +298,10 @@ class _Loading:
             self._progress(stage, start + (end - start) * share)
 
 
-def _pages_as_scratch(arena: Arena, plan: BufferPlan) -> Tensor | None:
-    """The KV pages, before they are used, as memory to tune in; None if they are small."""
-    first = arena.tensor(f"kv.{plan.config.attention_layers[0]}.k").address
-    size = arena.address + arena.bytes - first
-    return Tensor(first, (size,), DType.U8) if size >= _SCRATCH_BYTES else None
+def _scratch(arena: Arena, layout: Layout, least: int) -> Tensor | None:
+    """Memory of the arena to tune in before it is used: the KV pages or the activations, whichever are more.
+    None if neither has `least` bytes; then tuning takes some beside the arena for the time.
+    """
+    blocks = (layout.span("kv_pages"), layout.span("activations", "workspaces", "logits"))
+    offset, size = max(blocks, key=lambda block: block[1])
+    return Tensor(arena.address + offset, (size,), DType.U8) if size >= least else None

@@ -62,6 +62,21 @@ class Layout:
             parts[reservation.part] = parts.get(reservation.part, 0) + aligned(reservation.bytes)
         return parts
 
+    def span(self, *parts: str) -> tuple[int, int]:
+        """(offset, bytes) from the first tensor of these parts to the end of the last.
+
+        Raises ValueError if tensors of other parts lie between.
+        """
+        places = list(self.reservations.values())
+        found = [index for index, place in enumerate(places) if place.part in parts]
+        if not found:
+            return 0, 0
+        first, last = found[0], found[-1]
+        if last - first + 1 != len(found):
+            raise ValueError(f"{', '.join(parts)} do not lie together in the arena")
+        end = places[last].offset + places[last].bytes
+        return places[first].offset, end - places[first].offset
+
 
 class Arena:
     """One block of device memory behind a layout."""

@@ -193,6 +193,8 @@ class HostPlanner:
 
     def plan_all(self, keys: Sequence[GemmKey], *, scratch: Tensor | None, progress: Any) -> None:
         self.tuned.update(keys)
+        if scratch is not None:  # as tuning leaves it: full of what nobody should read
+            ctypes.memset(scratch.address, 0xFF, scratch.bytes)
 
     def plan(self, key: GemmKey) -> HostPlan:
         self.keys.add(key)

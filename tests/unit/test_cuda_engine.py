@@ -65,6 +65,7 @@ def test_every_product_is_tuned_before_serving(
     for slot in range(0, slots, 4):
         driver.prefill(*range(slot, min(slots, slot + 4)))
     driver.decode(2)
+    assert not driver.faults, "tuning has left something in memory that is read"
     planner = engine.parts.planner
     assert planner.keys or precision is Precision.Q4  # whose steps of so few rows leave nothing to cuBLASLt
     assert planner.keys <= planner.tuned

@@ -62,6 +62,22 @@ def test_parts_add_up_to_the_layout() -> None:
     assert sum(layout.bytes_by_part().values()) == layout.bytes
 
 
+def test_parts_that_lie_together_span_one_block() -> None:
+    layout = Layout()
+    for part, name, count in (
+        ("weights", "a", 10),
+        ("logits", "b", 300),
+        ("rope", "c", 1),
+        ("logits", "d", 70),
+    ):
+        layout.add(part, name, (count,), DType.U8)
+    assert layout.span("weights") == (0, 10)
+    assert layout.span("logits", "rope") == (256, 512 + 256 + 70)
+    assert layout.span("kv_pages") == (0, 0)
+    with pytest.raises(ValueError, match="logits do not lie together"):
+        layout.span("logits")
+
+
 def test_a_name_is_taken_once() -> None:
     layout = Layout()
     layout.add("weights", "a", (1,), DType.U8)
