@@ -78,14 +78,7 @@ def add_rms_norm(
     expect(SOURCE, "weight", weight, DType.BF16, (hidden,))
     if residual.dtype not in _C_TYPES or out.dtype not in (DType.BF16, DType.E4M3):
         raise ValueError(f"{SOURCE}: no kernel from {residual.dtype.value} to {out.dtype.value}")
-    if delta is not None:
-        expect(SOURCE, "delta", delta, DType.BF16, residual.shape)
-    scaled = delta_weight_scale is not None and delta_row_scale is not None
-    if (delta_weight_scale is None) != (delta_row_scale is None) or (scaled and delta is None):
-        raise ValueError(f"{SOURCE}: delta, delta_weight_scale and delta_row_scale belong together")
-    if delta_weight_scale is not None and delta_row_scale is not None:
-        expect(SOURCE, "delta_weight_scale", delta_weight_scale, DType.F32, (hidden,))
-        expect(SOURCE, "delta_row_scale", delta_row_scale, DType.F32, residual.shape[:1])
+    _expect_delta(delta, delta_weight_scale, delta_row_scale, residual.shape)
     if quantise != (scale is not None):
         raise ValueError(f"{SOURCE}: scale belongs to an e4m3 result")
     if scale is not None:
@@ -99,7 +92,9 @@ def add_rms_norm(
     variant = next(v for v in VARIANTS if hidden <= v.max_hidden)
     per_thread = _VECTOR * variant.chunks
     threads = -(-hidden // (per_thread * 32)) * 32
-    kernel = library.kernel(SOURCE, _expression(residual.dtype, quantise, scaled, variant.chunks))
+    kernel = library.kernel(
+        SOURCE, _expression(residual.dtype, quantise, delta_row_scale is not None, variant.chunks)
+    )
     arguments = (
         residual,
         delta,
@@ -114,3 +109,16 @@ def add_rms_norm(
         f32(weight_offset),
     )
     return Launch(kernel, Dim3(rows), Dim3(threads), arguments)
+
+
+def _expect_delta(
+    delta: Tensor | None, weight_scale: Tensor | None, row_scale: Tensor | None, shape: tuple[int, ...]
+) -> None:
+    """shape: the residual's."""
+    if delta is not None:
+        expect(SOURCE, "delta", delta, DType.BF16, shape)
+    if (weight_scale is None) != (row_scale is None) or (row_scale is not None and delta is None):
+        raise ValueError(f"{SOURCE}: delta, delta_weight_scale and delta_row_scale belong together")
+    if weight_scale is not None and row_scale is not None:
+        expect(SOURCE, "delta_weight_scale", weight_scale, DType.F32, shape[1:])
+        expect(SOURCE, "delta_row_scale", row_scale, DType.F32, shape[:1])
