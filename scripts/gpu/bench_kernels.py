@@ -16,6 +16,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 from bench_launches import launch_costs
+from bench_step import steps
 from cuda.bindings import driver
 from kernel_bench import REPLAYS, WORKING_SET, Bench, row_of
 from kernel_support import check
@@ -307,6 +308,7 @@ def main() -> None:
         "embeddings": bench.embeddings,
         "ropes": bench.ropes,
         "decodes": bench.decodes,
+        "steps": lambda: steps(bench),
         "prefills": bench.prefills,
         "samplings": bench.samplings,
     }

@@ -159,7 +159,8 @@ def step(grid: Any, kinds: list[str], *arguments: Any) -> None:
             cache.write(slot, position, values[None])
         begin = max(0, position + 1 - window) if window else 0
         k, v = (cache.gather(slot, begin, position + 1) for cache in caches)
-        result[row] = attend(q.astype(BF16).astype(F32), k, v, scale)
+        rounded = q.astype(np.float16 if k_scales else BF16).astype(F32)
+        result[row] = attend(rounded, k, v, scale)
 
 
 def plan_decode(
