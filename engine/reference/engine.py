@@ -38,10 +38,11 @@ class ReferenceEngine(Engine):
     """A model on the host's cores, in float32.
 
     What a sequence gets depends on its own tokens alone, bit for bit: not on what shares its batch, how
-    its prompt is cut into chunks, or which pages came from another slot. One thing is excepted: a model
+    its prompt is cut into chunks, or which pages came from another slot. Two things are excepted: a model
     with recurrent state that is resumed runs its output as prompt, in another form of the recurrence,
-    which agrees closely. See row_widths for the ground this stands on, and `info.fallbacks` if the
-    host's BLAS does not give it.
+    which agrees closely. So are the smallest values of an fp8 KV cache, which a page's growing scale may
+    round once more. See row_widths for the ground this stands on, and `info.fallbacks` if the host's BLAS
+    does not give it.
     """
 
     def __init__(

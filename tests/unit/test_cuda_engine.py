@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from engine.cuda import loading, staging
 from engine.cuda.settings import SUITED_SIZES
 from engine.interface import Sampling
 from engine.options import EngineOptions, Precision
+from scripts.tiny_gguf import write_gguf
 from tests.cuda_scenarios import (
     FAMILIES,
     SCENARIOS,
+    VOCAB,
     Load,
     a_family_has_the_logprobs_of_the_reference,
     assert_close,
@@ -30,6 +33,7 @@ from tests.cuda_scenarios import (
 from tests.parity.families import Case
 from tests.parity.reference_driver import Driver
 from tests.unit.cuda_twin import SETTINGS, load_twin
+from tests.weight_tiers import GGUF_CONFIG, publish_fp8
 
 __all__ = ["load_twin"]
 
@@ -47,6 +51,45 @@ def test_scenario(tmp_path: Path, load_twin: Load, scenario: object) -> None:
 @pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
 def test_a_family_has_the_logprobs_of_the_reference(tmp_path: Path, load_twin: Load, case: Case) -> None:
     a_family_has_the_logprobs_of_the_reference(load_twin, tmp_path, case)
+
+
+@pytest.mark.parametrize(
+    ("write", "tier", "notes"),
+    [
+        (
+            lambda folder: publish_fp8(folder, "row", head_dim=64, vocab_size=VOCAB),
+            "fp8",
+            ["head is kept in bf16"],
+        ),
+        (lambda folder: publish_fp8(folder, "tensor", head_dim=64), "fp8", ["head is kept in bf16"]),
+        (
+            lambda folder: publish_fp8(folder, "block", head_dim=64),
+            "bf16",
+            ["f8_e4m3 were converted to bf16"],
+        ),
+        (
+            lambda folder: write_gguf(folder / "q4.gguf", GGUF_CONFIG, quant="Q4_0"),
+            "q4",
+            ["f32 were converted to bf16"],
+        ),
+    ],
+    ids=["fp8-row", "fp8-tensor", "fp8-block", "gguf-q4_0"],
+)
+def test_auto_runs_what_the_files_have(
+    tmp_path: Path, load_twin: Load, write: Callable[[Path], Path], tier: str, notes: list[str]
+) -> None:
+    """And gets what the reference engine gets from the file's own values, but for the head of Q4_0."""
+    model = write(tmp_path)
+    engine = load_twin(options(model))
+    assert (engine.info.weight_dtype, engine.info.kv_dtype) == (tier, "bf16")
+    for note in notes:
+        assert any(note in said for said in engine.info.fallbacks)
+    assert not any("anew" in said for said in engine.info.fallbacks)
+    wanted, found = reference(model), Driver(engine)
+    for driver in (wanted, found):
+        driver.start(1, prompt(40), Sampling(temperature=0.0, prompt_logprobs=2))
+        driver.prefill(1)
+    assert_close(found.prompt_logprobs[1], wanted.prompt_logprobs[1])
 
 
 @pytest.mark.parametrize("slots", [1, 3, 70])
