@@ -1,10 +1,13 @@
 """Measures the CUDA engine in-process, beside the ceilings of the same card, on random checkpoints.
 
     PYTHONPATH=. python scripts/gpu/bench_engine.py --out benchmarks --name engine-h200 \
-        [--models qwen3-1.7b qwen3-8b] [--parts decode prefill profile startup]
+        [--models qwen3-1.7b qwen3-8b] [--precision bf16 q4 fp8] [--kv-dtype bf16 fp8] \
+        [--parts decode prefill serving contexts] [--quick]
 
-KV pages are filled with noise, never zeros. Decode runs two steps ahead of its results, as serving does.
-A failure in one part does not stop the others. Writes NAME.json and NAME.md into the folder given.
+Every model in every precision with every KV cache asked for. A model's checkpoint is written once, into
+memory, or taken from --checkpoints. KV pages are filled with noise, never zeros. Only the widths and sizes
+measured are tuned and captured. --quick: two repeats, and no part is begun once a tier has had --seconds. A
+failure in one part does not stop the others. Writes NAME.json and NAME.md into the folder given.
 """
 
 from __future__ import annotations
@@ -17,290 +20,235 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from engine.cuda.engine import CudaEngine
 from engine.cuda.gemm import GemmKey, GemmPlanner
 from engine.cuda.loading import load_cuda_engine
 from engine.cuda.settings import CudaSettings
-from engine.interface import (
-    PAGE_SIZE,
-    PageAssignment,
-    PrefillChunk,
-    Sampling,
-    SlotStart,
-    StepHandle,
-    StepPlan,
-    pages_for,
-)
-from engine.options import EngineOptions
+from engine.interface import pages_for
+from engine.options import EngineOptions, KvDtype, Precision
 from kernels.tensor import DType
 from scripts.benchmark.figures import Figure, table
+from scripts.benchmark.gpu_bounds import Tier
+from scripts.benchmark.gpu_goals import goal
+from scripts.gpu.bench_streams import (
+    CHUNK,
+    DRAWN,
+    GREEDY,
+    Streams,
+    fill_pages,
+    prompt_plan,
+    random_tokens,
+)
 from scripts.gpu.engine_profile import profile_decode, profile_prefill
 from scripts.gpu.make_random_checkpoint import MODELS, make_random_checkpoint
 
-GREEDY = Sampling(temperature=0.0)
-DRAWN = Sampling(temperature=1.0, top_p=0.95, top_k=50, seed=5)
-WIDTHS = (1, 8, 64)
-CHUNK = 2048
+ROWS = 64
+"""Sequences at most."""
+WIDTHS = (1, 8, ROWS)
+START, STEPS = 128, 252
+"""Of a decode run: its context at the start, and steps that count, after 4 that do not."""
+CONTEXTS = (512, 2048, 4096, 8192)
 LONGEST = 8192 + 512
-MUST: dict[tuple[str, str], float] = {
-    ("qwen3-1.7b", "decode ×1"): 800, ("qwen3-8b", "decode ×1"): 215,
-    ("qwen3-1.7b", "decode ×8"): 5_500, ("qwen3-8b", "decode ×8"): 1_600,
-    ("qwen3-1.7b", "decode ×64"): 25_000, ("qwen3-8b", "decode ×64"): 10_500,
-    ("qwen3-1.7b", "prefill 8 × 2,048"): 170_000, ("qwen3-8b", "prefill 8 × 2,048"): 40_000,
-    ("qwen3-1.7b", "first token of 2,048"): 14, ("qwen3-8b", "first token of 2,048"): 48,
-    ("qwen3-8b", "start to ready"): 10,
-}  # fmt: skip
-
-
-class Streams:
-    """Sequences that decode side by side, on an engine whose pages this owns."""
-
-    def __init__(self, engine: CudaEngine, count: int, context: int, length: int, sampling: Sampling) -> None:
-        """Starts `count` sequences at `context` tokens, of which all but the last are as if cached."""
-        self._engine = engine
-        self._slots = tuple(range(count))
-        self._position = context
-        self._pages_each = pages_for(length)
-        self._under_way: deque[StepHandle] = deque()
-        self.tokens = 0
-        self.idle_us: list[float] = []
-        self.step_us: list[float] = []
-        random = np.random.default_rng(context)
-        vocab = engine.info.vocab_size
-        last = random.integers(3, vocab, (count, 1)).astype(np.int32)
-        none = np.zeros(0, np.int32)
-        starts = tuple(SlotStart(slot, sampling, none, none) for slot in self._slots)
-        pages = tuple(self._page(slot, index) for slot in self._slots for index in range(pages_for(context)))
-        chunks = tuple(PrefillChunk(slot, last[slot], context - 1, True) for slot in self._slots)
-        for first in range(0, count, 16):
-            part = slice(first, first + 16)
-            chosen = self._slots[part]
-            plan = StepPlan(
-                0,
-                starts=starts[part],
-                pages=tuple(page for page in pages if page.slot in chosen),
-                prefills=chunks[part],
-            )
-            engine.execute(plan).result()
-
-    def _page(self, slot: int, index: int) -> PageAssignment:
-        return PageAssignment(slot, index, slot * self._pages_each + index)
-
-    def decode(self, steps: int) -> float:
-        """Seconds from the first step's enqueueing to the last one's tokens."""
-        began = time.perf_counter()
-        for _ in range(steps):
-            pages: tuple[PageAssignment, ...] = ()
-            if self._position % PAGE_SIZE == 0:
-                index = self._position // PAGE_SIZE
-                pages = tuple(self._page(slot, index) for slot in self._slots)
-            self._under_way.append(self._engine.execute(StepPlan(1, pages=pages, decodes=self._slots)))
-            self._position += 1
-            if len(self._under_way) == 2:
-                self._collect()
-        while self._under_way:
-            self._collect()
-        return time.perf_counter() - began
-
-    def _collect(self) -> None:
-        result = self._under_way.popleft().result()
-        self.tokens += len(result.tokens)
-        self.step_us.append(result.stage_us["step"])
-        self.idle_us.append(result.stage_us["idle"])
+PARTS = ("ceilings", "decode", "prefill", "serving", "contexts", "profile", "startup")
+SERVED = (ROWS, 128, 256)
+"""Streams, prompt tokens and output tokens of the part "serving": the load that gRPC is measured with."""
 
 
 class Bench:
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self._out, self._name, self._parts = arguments.out, arguments.name, arguments.parts
-        self.models: list[str] = arguments.models
-        self.step_tokens: int = arguments.step_tokens
-        self.skinny: bool = not arguments.no_skinny
-        self.residual = DType(arguments.residual)
+    """The figures of a run, and what is measured of each tier."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.model = ""
+        self.tier = Tier()
         self.figures: list[Figure] = []
         self.details: dict[str, Any] = {}
         self.failures: dict[str, str] = {}
+        self._end = float("inf")
+
+    def begin(self, model: str, tier: Tier) -> None:
+        """From here on figures are of this model in this tier."""
+        self.model, self.tier = model, tier
+        self._end = time.monotonic() + self.options.seconds
+
+    @property
+    def subject(self) -> str:
+        return f"{self.model} {self.tier.name}"
 
     def part(self, name: str, run: Callable[[], None]) -> None:
-        """Runs one part, if it was asked for, and writes what there is so far."""
-        if name.split("/")[-1] not in self._parts:
+        """Runs one part, if it was asked for and there is time, and writes what there is so far."""
+        if name not in self.options.parts:
             return
-        began = time.perf_counter()
+        began = time.monotonic()
+        if began > self._end:
+            self.failures[f"{self.subject} {name}"] = f"left out after {self.options.seconds:.0f} s"
+            return
         try:
             run()
         except Exception:  # noqa: BLE001 - the other parts are to run all the same
-            self.failures[name] = traceback.format_exc()
-            print(self.failures[name], flush=True)
-        print(f"{time.perf_counter() - began:6.1f} s  {name}", flush=True)
+            self.failures[f"{self.subject} {name}"] = traceback.format_exc()
+            traceback.print_exc(file=sys.stdout)
+        print(f"{time.monotonic() - began:6.1f} s  {self.subject} {name}", flush=True)
         self.write()
 
-    def add(self, name: str, unit: str, runs: Sequence[float], *, model: str = "", note: str = "") -> None:
-        must = MUST.get((model, name))
-        bounds = {"at_most": must} if unit in ("ms", "s") else {"at_least": must}
-        figure = Figure(f"{model} {name}".strip(), unit, tuple(runs), note=note, **bounds)
-        self.figures.append(figure)
+    def add(self, name: str, unit: str, runs: Sequence[float], note: str = "") -> None:
+        """A figure of the model and tier at hand, beside its goal."""
+        figure = Figure(f"{self.subject} {name}", unit, tuple(runs), note=note)
+        self.figures.append(goal(figure, self.model, self.tier, name))
         print(f"    {figure.name}: {figure.median:,.5g} {unit}  {note}", flush=True)
 
+    def ceiling(self, name: str, unit: str, runs: Sequence[float]) -> None:
+        self.figures.append(Figure(name, unit, tuple(runs)))
+        print(f"    {name}: {self.figures[-1].median:,.5g} {unit}", flush=True)
+
     def write(self) -> None:
-        self._out.mkdir(parents=True, exist_ok=True)
+        out, name = self.options.out, self.options.name
+        out.mkdir(parents=True, exist_ok=True)
         document = {
             "figures": [figure.as_json() for figure in self.figures],
             "details": self.details,
             "failures": self.failures,
         }
-        (self._out / f"{self._name}.json").write_text(json.dumps(document, indent=1, ensure_ascii=False))
+        (out / f"{name}.json").write_text(json.dumps(document, indent=1, ensure_ascii=False))
         where = self.details.get("machine", {})
         heading = ", ".join(f"{key} {value}" for key, value in where.items())
-        (self._out / f"{self._name}.md").write_text(f"{heading}\n\n{table(self.figures)}")
+        (out / f"{name}.md").write_text(f"{heading}\n\n{table(self.figures)}")
 
 
-def measure(bench: Bench, model: str, folder: Path) -> None:
-    sizes = tuple(sorted({16, CHUNK, bench.step_tokens}))
-    arm = {"skinny": bench.skinny, "residual": bench.residual}
-    engine = load(folder, CudaSettings(decode_widths=WIDTHS, prefill_sizes=sizes, **arm), bench.step_tokens)
+def measure(bench: Bench, folder: Path) -> None:
+    """All parts of the model and tier at hand."""
+    began = time.monotonic()
+    sizes = tuple(sorted({16, CHUNK, bench.options.step_tokens}))
+    settings = CudaSettings(
+        decode_widths=tuple(bench.options.widths), prefill_sizes=sizes, skinny=not bench.options.no_skinny
+    )
+    engine = load(folder, bench.tier, settings, bench.options.step_tokens)
     try:
         bench.details.setdefault("machine", {"card": engine.info.device} | engine.info.versions)
-        bench.details[f"{model} first start, s"] = engine.startup
-        bench.details[f"{model} memory"] = engine.info.memory_plan
-        print(model, {key: round(value, 2) for key, value in engine.startup.items()}, flush=True)
+        bench.details[f"{bench.subject} first start, s"] = engine.startup
+        bench.details[f"{bench.subject} memory"] = engine.info.memory_plan
+        bench.details[f"{bench.subject} fallbacks"] = engine.info.fallbacks
+        print(bench.subject, {key: round(value, 2) for key, value in engine.startup.items()}, flush=True)
         fill_pages(engine)
-        bench.part(f"{model}/ceilings", lambda: ceilings(bench, engine))
-        bench.part(f"{model}/decode", lambda: decode(bench, model, engine))
-        bench.part(f"{model}/prefill", lambda: prefill(bench, model, engine))
-        bench.part(f"{model}/contexts", lambda: contexts(bench, model, engine))
-        bench.part(f"{model}/profile", lambda: profile(bench, model, engine))
+        bench.part("ceilings", lambda: ceilings(bench, engine))
+        bench.part("decode", lambda: decode(bench, engine))
+        bench.part("prefill", lambda: prefill(bench, engine))
+        bench.part("serving", lambda: serving(bench, engine))
+        bench.part("contexts", lambda: contexts(bench, engine))
+        bench.part("profile", lambda: profile(bench, engine))
     finally:
         engine.close()
     gc.collect()
-    bench.part(f"{model}/startup", lambda: startup(bench, model, folder))
+    bench.part("startup", lambda: startup(bench, folder))
+    bench.details[f"{bench.subject} measured in, s"] = round(time.monotonic() - began, 1)
 
 
-def load(folder: Path, settings: CudaSettings, step_tokens: int = CHUNK) -> CudaEngine:
-    pages = 64 * pages_for(LONGEST)
+def load(folder: Path, tier: Tier, settings: CudaSettings, step_tokens: int = CHUNK) -> CudaEngine:
     options = EngineOptions(
-        folder, max_sequences=64, max_step_tokens=step_tokens, kv_pages=pages, max_sequence_length=LONGEST
-    )
+        folder, max_sequences=ROWS, max_step_tokens=step_tokens, kv_pages=ROWS * pages_for(LONGEST),
+        max_sequence_length=LONGEST, precision=Precision(tier.precision), kv_dtype=KvDtype(tier.kv_dtype),
+    )  # fmt: skip
     return load_cuda_engine(options, None, settings)
 
 
-def fill_pages(engine: CudaEngine) -> None:
-    """Normal noise in all KV pages: a block from the host, doubled on the device."""
-    parts = engine.parts
-    noise = np.random.default_rng(0).standard_normal(1 << 20, np.float32)
-    bits = (noise.view(np.uint32) >> 16).astype(np.uint16)
-    first = parts.arena.tensor("kv.0.k").address
-    size = parts.arena.address + parts.arena.bytes - first
-    from cuda.bindings import driver
-
-    driver.cuMemcpyHtoD(first, bits.ctypes.data, bits.nbytes)
-    done = bits.nbytes
-    while done < size:
-        count = min(done, size - done)
-        parts.stream.copy_on_device(first + done, first, count)
-        done += count
-    parts.stream.synchronize()
-
-
-def decode(bench: Bench, model: str, engine: CudaEngine) -> None:
-    for count, sampling, label in (
-        (1, GREEDY, ""),
-        (8, GREEDY, ""),
-        (64, GREEDY, ""),
-        (64, DRAWN, " sampled"),
-    ):
+def decode(bench: Bench, engine: CudaEngine) -> None:
+    """From context 128 to 384."""
+    ways = [(count, GREEDY, "") for count in bench.options.widths]
+    if ROWS in bench.options.widths and not bench.options.quick:
+        ways.append((ROWS, DRAWN, " sampled"))
+    for count, sampling, label in ways:
         rates, idle, steps = [], [], []
-        for _ in range(3):
-            streams = Streams(engine, count, 128, 448, sampling)
+        for _ in range(bench.options.repeats):
+            streams = Streams(engine, count, START, START + STEPS + 4, sampling)
             streams.decode(4)
-            seconds = streams.decode(252)
-            rates.append(count * 252 / seconds)
+            rates.append(count * STEPS / _seconds(lambda streams=streams: streams.decode(STEPS)))
             idle += streams.idle_us[8:]
             steps += streams.step_us[8:]
         share = 100 * statistics.median(idle) / (statistics.median(idle) + statistics.median(steps))
         note = f"context 128 → 384, step {statistics.median(steps):.0f} µs"
-        bench.add(f"decode ×{count}{label}", "tok/s", rates, model=model, note=note)
-        bench.add(f"idle between steps ×{count}{label}", "%", [share], model=model)
+        bench.add(f"decode ×{count}{label}", "tok/s", rates, note)
+        bench.add(f"idle between steps ×{count}{label}", "%", [share])
 
 
-def contexts(bench: Bench, model: str, engine: CudaEngine) -> None:
-    for context in (512, 2048, 8192):
+def contexts(bench: Bench, engine: CudaEngine) -> None:
+    """Rows far into their sequences, where keys and values outweigh the weights."""
+    steps = 20 if bench.options.quick else 40
+    for context in CONTEXTS:
         rates = []
         for _ in range(2):
-            streams = Streams(engine, 64, context, LONGEST, GREEDY)
+            streams = Streams(engine, ROWS, context, LONGEST, GREEDY)
             streams.decode(4)
-            rates.append(64 * 40 / streams.decode(40))
-        bench.add(f"decode ×64 at context {context:,}", "tok/s", rates, model=model)
+            rates.append(ROWS * steps / _seconds(lambda streams=streams: streams.decode(steps)))
+        bench.add(f"decode ×{ROWS} at context {context:,}", "tok/s", rates)
 
 
-def prefill(bench: Bench, model: str, engine: CudaEngine) -> None:
-    prompts = _prompts(engine, 8)
-    for _ in range(2):
-        engine.execute(_prompt_plan(prompts, [0])).result()
-    rates, first = [], []
-    for _ in range(5):
-        began = time.perf_counter()
-        engine.execute(_prompt_plan(prompts, [0])).result()
-        first.append((time.perf_counter() - began) * 1e3)
-    together = bench.step_tokens // CHUNK
-    for _ in range(5):
-        began = time.perf_counter()
-        handles = [
-            engine.execute(_prompt_plan(prompts, range(slot, slot + together)))
-            for slot in range(0, 8, together)
-        ]
-        for handle in handles:
+def prefill(bench: Bench, engine: CudaEngine) -> None:
+    """Whole prompts of 2,048 tokens: one alone, then eight, as many in a pass as a step holds."""
+    prompts = random_tokens(engine, (8, CHUNK), seed=1)
+    together = bench.options.step_tokens // CHUNK
+    groups = [range(slot, slot + together) for slot in range(0, 8, together)]
+
+    def all_prompts() -> None:
+        for handle in [engine.execute(prompt_plan(prompts, slots)) for slots in groups]:
             handle.result()
-        rates.append(8 * CHUNK / (time.perf_counter() - began))
-    note = f"{bench.step_tokens:,} tokens a pass"
-    bench.add("prefill 8 × 2,048", "tok/s", rates[1:], model=model, note=note)
-    bench.add("first token of 2,048", "ms", first, model=model)
+
+    def one_prompt() -> None:
+        engine.execute(prompt_plan(prompts, [0])).result()
+
+    one_prompt()
+    all_prompts()
+    repeats = bench.options.repeats + 1
+    first = [1e3 * _seconds(one_prompt) for _ in range(repeats)]
+    rates = [8 * CHUNK / _seconds(all_prompts) for _ in range(repeats)]
+    bench.add("prefill 8 × 2,048", "tok/s", rates, f"{bench.options.step_tokens:,} tokens a pass")
+    bench.add("first token of 2,048", "ms", first)
 
 
-def _prompts(engine: CudaEngine, count: int) -> np.ndarray:
-    random = np.random.default_rng(1)
-    return random.integers(3, engine.info.vocab_size, (count, CHUNK)).astype(np.int32)
+def serving(bench: Bench, engine: CudaEngine) -> None:
+    """The load that gRPC is measured with, given by plans: prompts first, then steps, to the last token."""
+    count, prompt, output = SERVED
+    prompts = random_tokens(engine, (count, prompt), seed=2)
+    rates = []
+    for repeat in range(bench.options.repeats + 1):
+        began = time.perf_counter()
+        streams = Streams(engine, count, prompt, prompt + output, GREEDY, prompts)
+        streams.decode(output - 1)
+        seconds = time.perf_counter() - began
+        if repeat:
+            rates.append(streams.tokens / seconds)
+    bench.add(f"×{count} whole, {prompt} + {output} tokens", "tok/s", rates, "prompts included")
 
 
-def _prompt_plan(prompts: np.ndarray, slots: Sequence[int]) -> StepPlan:
-    """Whole prompts of CHUNK tokens into slots."""
-    each = pages_for(CHUNK)
-    return StepPlan(
-        2,
-        starts=tuple(SlotStart(slot, GREEDY, prompts[slot], prompts[slot][:0]) for slot in slots),
-        pages=tuple(PageAssignment(slot, i, slot * each + i) for slot in slots for i in range(each)),
-        prefills=tuple(PrefillChunk(slot, prompts[slot], 0, True) for slot in slots),
-    )
-
-
-def profile(bench: Bench, model: str, engine: CudaEngine) -> None:
+def profile(bench: Bench, engine: CudaEngine) -> None:
     """Time of each kind of call, replayed alone in a graph over all layers."""
-    for count in WIDTHS:
+    for count in bench.options.widths:
         Streams(engine, count, 256, 448, GREEDY).decode(2)
-        bench.details[f"{model} profile decode ×{count}, µs"] = profile_decode(engine, count)
-    engine.execute(_prompt_plan(_prompts(engine, 1), [0])).result()
-    bench.details[f"{model} profile prefill {CHUNK}, µs"] = profile_prefill(engine, CHUNK)
+        bench.details[f"{bench.subject} profile decode ×{count}, µs"] = profile_decode(engine, count)
+    prompts = random_tokens(engine, (8, CHUNK), seed=1)
+    for size in sorted({CHUNK, bench.options.step_tokens}):
+        engine.execute(prompt_plan(prompts, range(size // CHUNK))).result()
+        bench.details[f"{bench.subject} profile prefill {size:,}, µs"] = profile_prefill(engine, size)
     for name, parts in bench.details.items():
-        if name.startswith(f"{model} profile"):
+        if name.startswith(f"{bench.subject} profile"):
             print(name, {key: round(value, 1) for key, value in parts.items()}, flush=True)
 
 
-def startup(bench: Bench, model: str, folder: Path) -> None:
+def startup(bench: Bench, folder: Path) -> None:
     """Again, with all graphs of serving, kernels compiled and products not tuned anew."""
-    engine = load(folder, CudaSettings(tune=False))
-    bench.details[f"{model} start, s"] = engine.startup
+    engine = load(folder, bench.tier, CudaSettings(tune=False))
+    bench.details[f"{bench.subject} start, s"] = engine.startup
     note = ", ".join(f"{name} {seconds:.2f}" for name, seconds in engine.startup.items() if name != "total")
-    bench.add("start to ready", "s", [engine.startup["total"]], model=model, note=note)
+    bench.add("start to ready", "s", [engine.startup["total"]], note)
     engine.close()
 
 
 def ceilings(bench: Bench, engine: CudaEngine) -> None:
-    """Copy bandwidth, bytes read plus written, and the rate of a large product."""
+    """Copy bandwidth, bytes read plus written, and the rates of large products; once a run."""
     if any(figure.name == "copy" for figure in bench.figures):
         return
     parts = engine.parts
@@ -308,18 +256,25 @@ def ceilings(bench: Bench, engine: CudaEngine) -> None:
     size = 4 << 30
     rates = []
     for _ in range(6):
-        seconds = timed(engine, lambda: parts.stream.copy_on_device(first + size, first, size))
+        seconds = _device_seconds(engine, lambda: parts.stream.copy_on_device(first + size, first, size))
         rates.append(2 * size / seconds / 1e12)
-    bench.add("copy", "TB/s", rates[1:])
+    bench.ceiling("copy", "TB/s", rates[1:])
     planner = GemmPlanner(parts.device, cache_folder=None)
-    key = GemmKey(8192, 8192, 8192)
-    planner.plan_all([key])
-    tuned = planner._tuned[key]
-    bench.add("bf16 product 8,192³", "TFLOP/s", [key.flops / tuned.microseconds / 1e6])
+    for name, dtype in (("bf16", DType.BF16), ("fp8", DType.E4M3)):
+        key = GemmKey(8192, 8192, 8192, x=dtype, w=dtype)
+        planner.plan_all([key])
+        rate = key.flops / planner._tuned[key].microseconds / 1e6
+        bench.ceiling(f"{name} product 8,192³", "TFLOP/s", [rate])
     planner.close()
 
 
-def timed(engine: CudaEngine, enqueue: Callable[[], None]) -> float:
+def _seconds(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _device_seconds(engine: CudaEngine, enqueue: Callable[[], None]) -> float:
     from engine.cuda.device import Event
 
     start, end = Event(timing=True), Event(timing=True)
@@ -332,27 +287,54 @@ def timed(engine: CudaEngine, enqueue: Callable[[], None]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = parse()
+    bench = Bench(options)
+    tiers = [Tier(precision, kv) for kv in options.kv_dtype for precision in options.precision]
+    for model in options.models:
+        with ExitStack() as stack:
+            folder = options.checkpoints
+            if folder is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+            began = time.monotonic()
+            if not (folder / model / "config.json").exists():
+                make_random_checkpoint(folder / model, model)
+            bench.details[f"{model} checkpoint written, s"] = round(time.monotonic() - began, 1)
+            for tier in tiers:
+                bench.begin(model, tier)
+                try:
+                    measure(bench, folder / model)
+                except Exception:  # noqa: BLE001 - the others are to run all the same
+                    bench.failures[bench.subject] = traceback.format_exc()
+                    print(bench.failures[bench.subject], flush=True)
+                bench.write()
+    print(table(bench.figures))
+    return 1 if bench.failures else 0
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's, or those given."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--name", default="engine")
     parser.add_argument("--models", nargs="+", default=["qwen3-1.7b", "qwen3-8b"], choices=sorted(MODELS))
-    everything = ("ceilings", "decode", "prefill", "contexts", "profile", "startup")
-    parser.add_argument("--parts", nargs="+", default=everything, choices=everything)
+    parser.add_argument("--precision", nargs="+", default=["bf16"], choices=["bf16", "q4", "fp8"])
+    parser.add_argument("--kv-dtype", nargs="+", default=["bf16"], choices=["bf16", "fp8"])
+    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by model, to keep")
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
+    parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS, help="rows of decode steps")
     parser.add_argument("--step-tokens", type=int, default=4 * CHUNK, help="prompt tokens of one pass")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="for many models and tiers in a few minutes")
+    parser.add_argument("--seconds", type=float, help="of one tier, after which no part is begun")
     parser.add_argument("--no-skinny", action="store_true")
-    parser.add_argument("--residual", choices=("bf16", "f32"), default="bf16")
-    bench = Bench(parser.parse_args())
-    for model in bench.models:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-            try:
-                make_random_checkpoint(Path(folder), model)
-                measure(bench, model, Path(folder))
-            except Exception:  # noqa: BLE001 - the other models are to run all the same
-                bench.failures[model] = traceback.format_exc()
-                print(bench.failures[model], flush=True)
-    bench.write()
-    print(table(bench.figures))
-    return 1 if bench.failures else 0
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.repeats = 2
+    if options.seconds is None:
+        options.seconds = 25.0 if options.quick else float("inf")
+    return options
 
 
 if __name__ == "__main__":

@@ -298,10 +298,12 @@ def main() -> int:
 
     for name in options.models:
         in_memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
-        with tempfile.TemporaryDirectory(dir=in_memory) as folder:
+        with tempfile.TemporaryDirectory(dir=in_memory) as temporary:
+            folder = (options.checkpoints or Path(temporary)) / name
             with _telling(name, options.failures):
-                make_checkpoint(name, Path(folder))
-                measure(name, Path(folder), options, keep)
+                if not (folder / "config.json").exists():
+                    make_checkpoint(name, folder)
+                measure(name, folder, options, keep)
             _write(options, list(figures.values()))
     print(table(list(figures.values())))
     return 1 if options.failures else 0
@@ -329,6 +331,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--models", nargs="+", default=["qwen3-1.7b", "qwen3-8b"])
+    parser.add_argument("--checkpoints", type=Path, help="folder of checkpoints by model, to keep")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--repeats", type=int, default=2)

@@ -57,22 +57,62 @@ def steps(out: Path, model: Sequence[str], shapes: Sequence[str]) -> list[Step]:
     found = [
         Step("build", (python, "-m", "service.cli", "kernels", "build"), 180, 10),
         Step("tests", (*tests, "-p", "no:cacheprovider"), 300, 30),
-        Step("engine", (python, str(SCRIPTS / "check_engine.py"), "--out", folder), 240, 30),
+        *_engine_steps(out),
     ]
     if model:
         smollm2 = (python, str(SCRIPTS / "check_smollm2.py"), *model, "--out", folder)
         found.append(Step("smollm2", smollm2, 120, 20))
-    soak = (python, str(SCRIPTS / "soak.py"), "--engine", "cuda", "--model", shapes[0], "--out", folder)
-    found.append(Step("soak", soak, 300, 60))
+        recorded = ("--reference", str(ROOT / "benchmarks" / "perplexity-reference.json"))
+        perplexity = (python, str(SCRIPTS / "perplexity.py"), *model, "--engines", "cuda", *recorded)
+        found.append(Step("perplexity", (*perplexity, "--out", folder), 120, 20))
+    found += _soak_steps(out)
     kernels = (python, str(SCRIPTS / "check_kernels.py"), "--out", folder, "--only")
     found.append(Step("memcheck", (*kernels, "memcheck"), 240, 60))
     found.append(Step("racecheck", (*kernels, "racecheck"), 240, 60))
+    return [*found, *_bench_steps(out, shapes)]
+
+
+def _engine_steps(out: Path) -> list[Step]:
+    """The scenarios and transformers; then the tiers."""
+    parts = {
+        "engine": ("--skip", "tier"),
+        "engine-q4": ("--only", "tier q4"),
+        "engine-fp8": ("--only", "tier fp8", "tier bf16"),
+    }
+    script = (sys.executable, str(SCRIPTS / "check_engine.py"))
+    return [Step(name, (*script, *flags, "--out", str(out / name)), 240, 20) for name, flags in parts.items()]
+
+
+def _soak_steps(out: Path) -> list[Step]:
+    """On the model that foretells its tokens, where any wrong one shows; then on weights like real ones."""
+    script = (sys.executable, str(SCRIPTS / "soak.py"), "--engine", "cuda")
+    few = ("--requests", "1500")
+    parts = {
+        "soak": ("--model", "recall"),
+        "soak-q4": ("--model", "recall", "--precision", "q4", *few),
+        "soak-fp8": ("--model", "recall", "--precision", "fp8", "--kv-dtype", "fp8", *few),
+        "soak-random": ("--model", "qwen3-1.7b", *few),
+    }
+    return [Step(name, (*script, *flags, "--out", str(out / name)), 300, 40) for name, flags in parts.items()]
+
+
+def _bench_steps(out: Path, shapes: Sequence[str]) -> list[Step]:
+    """All tiers of a shape in one run, as its checkpoint is written once; each tier takes 25 s at most."""
+    python, found = sys.executable, []
     for shape in shapes:
-        bench = (python, str(ROOT / "scripts" / "bench"), "gpu", "--no-peers", "--models", shape)
-        found.append(Step(f"bench-{shape}", (*bench, "--out", str(out / f"bench-{shape}")), 400, 90))
+        bench = (python, str(ROOT / "scripts" / "bench"), "gpu", "--no-peers", "--quick", "--models", shape)
+        flags = ("--precision", "bf16", "q4", "fp8", "--out", str(out / f"bench-{shape}"))
+        found.append(Step(f"bench-{shape}", (*bench, *flags), 400, 90))
+    script = (python, str(SCRIPTS / "bench_engine.py"), "--quick", "--out", str(out))
+    cached = ("--kv-dtype", "fp8", "--precision", "bf16", "fp8", "--parts", "ceilings", "decode", "contexts")
     for shape in shapes:
-        peer = (python, str(SCRIPTS / "bench_transformers.py"), "--models", shape)
-        found.append(Step(f"peer-{shape}", (*peer, "--out", str(out / f"peer-{shape}")), 500, 120))
+        kv = (*script, *cached, "--models", shape, "--name", f"bench-kv-{shape}")
+        found.append(Step(f"bench-kv-{shape}", kv, 120, 40))
+    llama = ("--models", "llama-3.1-8b", "--precision", "q4", "--widths", "1", "--name", "bench-llama")
+    found.append(Step("bench-llama", (*script, *llama, "--parts", "ceilings", "decode"), 90, 30))
+    for shape in shapes:
+        peer = (python, str(SCRIPTS / "bench_transformers.py"), "--models", shape, "--budget", "150")
+        found.append(Step(f"peer-{shape}", (*peer, "--out", str(out / f"peer-{shape}")), 250, 60))
     return found
 
 
