@@ -27,7 +27,7 @@ def reference(folder: Path, *, fp8_activations: bool, **changes: Any) -> Driver:
         return Driver(ReferenceEngine(opened, chosen, fp8_activations=fp8_activations))
 
 
-def many_rows_quantise_activations(load: Load, folder: Path, family: str) -> None:
+def more_rows_quantise_activations(load: Load, folder: Path, family: str) -> None:
     checkpoint(folder, family)
     found = Driver(load(options(folder, **FP8)))
     wanted = reference(folder, fp8_activations=True)
@@ -39,7 +39,7 @@ def many_rows_quantise_activations(load: Load, folder: Path, family: str) -> Non
         assert_close(found.prompt_logprobs[slot], wanted.prompt_logprobs[slot])
 
 
-def few_rows_keep_activations_in_bf16(load: Load, folder: Path, family: str) -> None:
+def one_row_keeps_activations_in_bf16(load: Load, folder: Path, family: str) -> None:
     """A decode step of one row after the other; the reference follows its tokens."""
     checkpoint(folder, family)
     found = Driver(load(options(folder, **FP8)))
@@ -69,4 +69,4 @@ def wide_decode_steps(load: Load, folder: Path, family: str) -> None:
         assert_close(found.logprobs[slot], forced.prompt_logprobs[0][before - 1 :])
 
 
-SCENARIOS = (many_rows_quantise_activations, few_rows_keep_activations_in_bf16, wide_decode_steps)
+SCENARIOS = (more_rows_quantise_activations, one_row_keeps_activations_in_bf16, wide_decode_steps)

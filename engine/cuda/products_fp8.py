@@ -1,6 +1,6 @@
 """The matrix products of a program whose linear layers are FP8.
 
-Few rows go to kernels/skinny.cu, with x in bf16. More are quantised by row, by the kernel that makes them
+One row goes to kernels/skinny.cu, with x in bf16. More are quantised by row, by the kernel that makes them
 where it can, multiplied by cuBLASLt, and left as raw sums: whoever reads those multiplies by both scales.
 """
 

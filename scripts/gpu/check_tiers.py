@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.checkpoint import open_checkpoint
+from engine.cuda.products import FP8_SKINNY_ROWS
 from engine.interface import Engine, Sampling, TokenLogprobs
 from engine.options import EngineOptions, KvDtype, Precision
 from engine.reference import ReferenceEngine
@@ -21,8 +22,6 @@ from tests.parity.reference_driver import Driver
 
 ROWS = (1, 8, 16, 64)
 """Decode steps of so many rows: each arm of the products, and its neighbours."""
-BF16_ROWS = 8
-"""FP8 leaves the activations of so few rows in bf16."""
 ALTERNATIVES = 20
 STEPS = 24
 TIERS = {
@@ -87,7 +86,7 @@ def _decode_error(engine: Engine, chosen: EngineOptions, rows: int) -> float:
     driver.decode(STEPS, *range(rows))
     errors = []
     for slot in sorted({0, rows // 2, rows - 1}):
-        forced = _reference(chosen, rounds_rows=rows > BF16_ROWS)
+        forced = _reference(chosen, rounds_rows=rows > FP8_SKINNY_ROWS)
         tokens = [*prompt(2, seed=slot), *driver.tokens[slot]]
         forced.start(0, tokens, Sampling(temperature=0.0, prompt_logprobs=ALTERNATIVES))
         forced.prefill(0)

@@ -41,19 +41,19 @@ def test_which_kernels_the_tier_runs(tmp_path: Path, load_twin: Load) -> None:
     assert {"gated_activation_fp8", "skinny_product"} <= names
 
 
-def test_few_rows_of_a_model_whose_hidden_size_the_kernels_for_few_rows_cannot_take(
+def test_a_row_of_a_model_whose_hidden_size_the_kernels_for_few_rows_cannot_take(
     tmp_path: Path, load_twin: Load
 ) -> None:
     """48 is no multiple of 32: q|k|v and gate|up quantise their input, o and down do not."""
     checkpoint(tmp_path, hidden=48, intermediate=128)
-    sizes = {"max_sequences": 1, "max_step_tokens": 7, "kv_pages": 2, "max_sequence_length": 128}
+    sizes = {"max_sequences": 1, "max_step_tokens": 1, "kv_pages": 2, "max_sequence_length": 128}
     HostLibrary.names.clear()
-    settings = replace(SETTINGS, prefill_sizes=(8,))
+    settings = replace(SETTINGS, prefill_sizes=(1,))
     found = Driver(load_twin(options(tmp_path, **FP8, **sizes), settings))  # type: ignore[call-arg]
     wanted = reference(tmp_path, fp8_activations=True, **sizes)
     for driver in (found, wanted):
         driver.start(0, prompt(50), Sampling(temperature=0.0, prompt_logprobs=2))
-        driver.prefill(0, chunk=7)
+        driver.prefill(0, chunk=1)
     assert_close(found.prompt_logprobs[0], wanted.prompt_logprobs[0])
     names = {name.partition("<")[0] for name in HostLibrary.names}
     assert {"gated_activation", "skinny_product"} <= names
