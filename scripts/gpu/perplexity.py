@@ -95,7 +95,7 @@ def measure(model: Path, engine: str, tier: tuple[str, str], parts: Sequence[Seq
 
 
 def _load(options: EngineOptions) -> Engine:
-    """The reference engine rounds FP8's rows too: windows have more than the 8 that CUDA leaves in bf16."""
+    """The reference engine rounds FP8's rows too, as CUDA does wherever a pass has several."""
     if options.engine != "reference":
         return load_engine(options)
     with open_checkpoint(options.model) as checkpoint:
