@@ -25,8 +25,8 @@ from kernels.tensor import Tensor
 
 FP8_SKINNY_ROWS = 1
 """Rows of FP8 products that stay with kernels/skinny.cu, and in bf16. 8 of them took an H200 41 µs a layer of
-the Qwen3-1.7B shape and 120 of the 8B shape; e4m3 by cuBLASLt takes 35 and 68 with 64 rows, quantising included.
-One row, with its norms fused, takes 38 with attention."""
+the Qwen3-1.7B shape and 120 of the 8B shape; e4m3 by cuBLASLt takes 35 and 68 with 64 rows,
+quantising included. One row, with its norms fused, takes 38 with attention."""
 
 
 class Arm(StrEnum):

@@ -22,7 +22,7 @@ SANITIZED = (
     "or (test_prefill_e4m3 and 64 and heads1) or (test_prefill_variants and 64-4-2 and 100) "
     "or test_slot_control or (test_sampling and 5001) or (test_logprobs and 4096) or test_bad_logits "
     "or (rope and heads0 and 17) or (rope and heads4 and 300) or test_embed or (test_add_rms and 576) "
-    "or quantises or (gated and 264) or (raw_sums and 576) or (rows_are_quantised and 576) "
+    "or quantises or (gated and (264 or 12288-silu)) or (raw_sums and 576) or (rows_are_quantised and 576) "
     "or test_unit_vectors or (few_rows and swiglu) "
     "or (q4 and 64-160) or (q4_gemm_variants and swiglu and 64-)"
 )
