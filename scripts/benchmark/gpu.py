@@ -49,7 +49,7 @@ class Options:
     peers: bool = True
     grpc: bool = True
     quick: bool = False
-    """Few repeats, and no part of a tier is begun after 25 s: many models and tiers in a few minutes."""
+    """Few repeats, no part of a tier begun after 25 s, gRPC for the first tier alone: many in a few minutes."""
 
     @property
     def tiers(self) -> list[Tier]:
@@ -103,7 +103,8 @@ def _model(report: GpuReport, options: Options, model: str, folder: Path, save: 
 
     do("checkpoint", lambda: make_checkpoint(folder, model))
     do("in-process", lambda: in_process(report, options, model, folder))
-    for tier in options.tiers if options.grpc else ():
+    tiers = options.tiers[:1] if options.quick else options.tiers
+    for tier in tiers if options.grpc else ():
         do(f"{tier.name} through gRPC", lambda tier=tier: through_grpc(report, options, model, tier, folder))
     if options.peers:
         do("transformers", lambda: transformers(report, model, folder))
