@@ -49,7 +49,7 @@ class Options:
     peers: bool = True
     grpc: bool = True
     quick: bool = False
-    """Few repeats, no part of a tier begun after 25 s, gRPC for the first tier alone: many in a few minutes."""
+    """Few repeats, no part of a tier begun after 25 s, gRPC for the first tier alone."""
 
     @property
     def tiers(self) -> list[Tier]:
