@@ -12,7 +12,7 @@ from kernels import compiler, registry
 from kernels.compiler import ARCHITECTURES, CompileUnit, KernelResources, compile_unit, compile_units
 from kernels.errors import KernelCompileError, KernelError
 
-SMALL = CompileUnit("activation.cu", ("gated_activation<false>",))
+SMALL = CompileUnit("activation.cu", ("gated_activation<false, false>",))
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
