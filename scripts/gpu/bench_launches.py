@@ -67,14 +67,11 @@ def cuda_core_way(arguments: list[ctypes._SimpleCData[int]], stream: int) -> Cal
 
         Device(0).set_current()
         code = ObjectCode.from_cubin(compiled.cubin)
-        kernel = code.get_kernel(compiled.lowered_names["gated_activation<false>"])
+        kernel = code.get_kernel(compiled.lowered_names["gated_activation<false, false>"])
         handle = Stream.from_handle(stream)
         config = LaunchConfig(grid=1, block=32)
-        values = (
-            np.uint64(arguments[0].value),
-            np.uint64(arguments[1].value),
-            np.int32(arguments[2].value),
-        )
+        *pointers, inter = arguments
+        values = (*(np.uint64(pointer.value) for pointer in pointers), np.int32(inter.value))
         core_launch(handle, config, kernel, *values)
     except (ImportError, AttributeError, RuntimeError, TypeError) as error:
         print(f"  cuda.core: {type(error).__name__}: {error}")

@@ -84,7 +84,7 @@ def test_an_error_tells_the_file_and_the_compilers_words(tmp_path: Path) -> None
 
 
 def test_progress_counts_every_unit(tmp_path: Path) -> None:
-    units = [SMALL, dataclasses.replace(SMALL, expressions=("gated_activation<true>",))]
+    units = [SMALL, dataclasses.replace(SMALL, expressions=("gated_activation<true, false>",))]
     seen: list[tuple[int, int]] = []
     compile_units(
         units, "sm_90a", cache_folder=tmp_path, progress=lambda _, done, all_: seen.append((done, all_))
