@@ -1,7 +1,8 @@
 """Decode attention: one query row per sequence over its KV pages (attention_decode.cu).
 
 `plan_decode` once per step and window lists the work of the live contexts; `attention_decode` per layer
-strides over that list with a fixed grid and merges what was split, so all fit in a graph.
+strides over that list with a fixed grid and merges what was split, so all fit in a graph. For devices without
+clusters; the others decode by attention_step.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@
 // The block of the newest page makes its key and value too and puts them into the tile that was fetched without
 // them. The blocks hand their results to each other's shared memory, each a slice of columns to merge in order.
 //
-// On an H200 a layer of 16/8 heads of 128 at context 384 took 1.6 + 3.3 + 1.7 µs as three launches.
+// Between the products around it, a layer of 16/8 heads of 128 at context 256 takes 3.7 µs of one row's time on an
+// H200; as three launches it took 6.9.
 #include "attention_step.cuh"
 #include "cluster.cuh"
 #include "rope.cuh"

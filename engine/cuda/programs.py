@@ -65,7 +65,7 @@ class Programs:
             runs.close()
 
     def _make_decode(self, key: SampleKey) -> Runnable:
-        products = whole_pass(self.parts, DecodeRows(self.parts, key.width))
+        products = whole_pass(self.parts, DecodeRows(self.parts, key.width, long=key.long))
         return self._replayed(self._stream, self._tail.decode(products, key))
 
     def _make_prefill(self, size: int) -> Runnable:

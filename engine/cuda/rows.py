@@ -63,8 +63,10 @@ class _Attention:
 class DecodeRows(_Attention):
     """One token of each of `count` slots: the last that it sampled, at the slot's position."""
 
-    def __init__(self, parts: Parts, count: int) -> None:
+    def __init__(self, parts: Parts, count: int, *, long: bool = False) -> None:
+        """long: for steps with sequences beyond reach.long_context."""
         super().__init__(parts, count)
+        self._long = long
         self._row_slot = parts.staging.tensor("decode_slots").rows(0, count)
 
     def begin(self, residual: Tensor) -> list[Launch]:
@@ -100,7 +102,7 @@ class DecodeRows(_Attention):
 
     @property
     def _in_one_launch(self) -> bool:
-        return serves(self._parts.limits, self.count, self._parts.buffers.plan.sizes.kv)
+        return serves(self._parts.limits, self._parts.buffers.plan.sizes.kv)
 
     def _step(self, layer: int, mixer: AttentionSpec, heads: HeadInput) -> list[Launch]:
         parts, buffers = self._parts, self._parts.buffers
@@ -113,6 +115,7 @@ class DecodeRows(_Attention):
             out=self._heads(self._activations.attended, mixer),
             scale=mixer.scale,
             window=mixer.window,
+            long=self._long,
             row_slot=self._row_slot,
             slot_position=slots.position,
             slot_active=slots.active,

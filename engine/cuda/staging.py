@@ -6,6 +6,7 @@ One region, one copy a step for everything but new sequences' settings. Needs no
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine.cuda.buckets import pick
 from engine.cuda.buffers import BufferPlan
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Layout
+from engine.cuda.reach import long_context
 from engine.cuda.regions import Region
 from engine.cuda.work import PrefillWork, PromptSpan, SampleKey, SampleWork, StepWork
 from engine.interface import PrefillChunk, StepPlan
@@ -42,6 +44,7 @@ class Stager:
         self.region = Region("staging", _layout(plan))
         self._widths = widths
         self._sizes = sizes
+        self._long_contexts = {width: long_context(plan, width) for width in widths}
         self._decode_bytes = sum(self.region.span("counts", "decode_slots"))
         self._prefill_bytes = sum(self.region.span("counts", "prompt_alternatives"))
         (self.prompt_rows,) = self.region.layout.reservations["prompt_rows"].shape
@@ -52,7 +55,7 @@ class Stager:
         """Writes a plan that the ledger has taken."""
         chunks = [chunk for chunk in step.prefills if not ledger.has_ended(chunk.slot)]
         decodes = ledger.live(step.decodes) if step.decodes else []
-        decode = self._sample_work(decodes, ledger) if decodes else None
+        decode = self._decode_work(decodes, ledger) if decodes else None
         if not chunks and not step.pages and (not decodes or decodes == self._decodes_there):
             return StepWork(0, 0, 0, None, decode)
         if decode is not None:
@@ -74,6 +77,13 @@ class Stager:
     def _sample_work(self, slots: list[int], ledger: Ledger) -> SampleWork:
         width = pick(self._widths, len(slots))
         return SampleWork(slots, SampleKey(width, ledger.all_greedy(slots), ledger.any_logprobs(slots)))
+
+    def _decode_work(self, slots: list[int], ledger: Ledger) -> SampleWork:
+        work = self._sample_work(slots, ledger)
+        bound = self._long_contexts[work.key.width]
+        if bound is None or ledger.positions(np.array(slots)).max() <= bound:
+            return work
+        return SampleWork(slots, replace(work.key, long=True))
 
     def _prefill(self, chunks: list[PrefillChunk], host: HostArrays, ledger: Ledger) -> PrefillWork:
         slots = [chunk.slot for chunk in chunks]

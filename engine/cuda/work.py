@@ -15,6 +15,8 @@ class SampleKey:
     """All rows have temperature 0."""
     logprobs: bool
     """Some row wants log-probabilities."""
+    long: bool = False
+    """Decoding: some sequence is long for so many rows (reach.long_context)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from kernels.attention_step import MAX_CLUSTER, attention_step, pick_cluster, pick_variant, serves
+from kernels.attention_step import (
+    MAX_CLUSTER,
+    attention_step,
+    long_context,
+    pick_cluster,
+    pick_variant,
+    serves,
+)
 from kernels.device import DeviceLimits
 from kernels.rope import HeadInput, rope_and_write
 from kernels.tensor import DType, Tensor
@@ -62,15 +69,21 @@ def test_what_no_variant_covers_is_refused() -> None:
 
 
 def test_clusters_fill_the_device_and_no_more() -> None:
-    assert [pick_cluster(H200, rows, 8) for rows in (1, 8, 16, 32, 64)] == [MAX_CLUSTER, 4, 2, 1, 1]
-    assert pick_cluster(RTX_4090, 1, 8) == 1
+    assert [pick_cluster(H200, rows, 8) for rows in (1, 2, 4, 8, 16, 64)] == [8, 8, 4, 2, 1, 1]
+    assert pick_cluster(H200, 64, 8, long=True) == MAX_CLUSTER
+    assert pick_cluster(RTX_4090, 1, 8, long=True) == 1
+
+
+def test_sequences_are_long_where_more_blocks_could_share_them() -> None:
+    assert [long_context(H200, rows, 8) for rows in (1, 4, 8, 64)] == [None, 16384, 8192, 4096]
+    assert long_context(RTX_4090, 64, 8) is None
 
 
 def test_who_goes_this_way() -> None:
-    assert serves(H200, 1, DType.BF16)
-    assert not serves(H200, 1024, DType.BF16)
-    assert not serves(A100, 1, DType.BF16)
-    assert serves(H200, 1024, DType.E4M3)
+    assert serves(H200, DType.BF16)
+    assert not serves(A100, DType.BF16)
+    assert not serves(RTX_4090, DType.BF16)
+    assert serves(RTX_4090, DType.E4M3)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

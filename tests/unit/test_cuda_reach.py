@@ -1,0 +1,43 @@
+"""Decode steps with a long sequence among others take a program of their own, and give the same tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.bindings")
+pytest.importorskip("nvmath")
+
+from kernels import attention_step
+from tests.cuda_scenarios import Load, checkpoint, options, prompt
+from tests.parity.reference_driver import Driver
+from tests.unit.cuda_twin import load_twin
+
+__all__ = ["load_twin"]
+SLOTS = 12
+"""Enough that not every row gets the most blocks."""
+
+
+def decoded(load: Load, folder: Path) -> tuple[dict[int, list[int]], int]:
+    """Tokens by slot, and how many decode programs it took."""
+    engine = load(options(folder, max_sequences=SLOTS, kv_pages=40))
+    driver = Driver(engine)
+    programs = engine.parts.programs.decode  # type: ignore[attr-defined]
+    before = len(programs)
+    for slot in range(SLOTS):
+        driver.start(slot, prompt(20 + slot))
+    driver.prefill(*range(SLOTS), chunk=8)
+    driver.decode(6)
+    return dict(driver.tokens), len(programs) - before
+
+
+def test_a_long_sequence_among_others(
+    tmp_path: Path, load_twin: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint(tmp_path)
+    short, none_more = decoded(load_twin, tmp_path)
+    monkeypatch.setattr(attention_step, "KEYS_PER_BLOCK", 8)
+    mixed, one_more = decoded(load_twin, tmp_path)
+    assert mixed == short
+    assert (none_more, one_more) == (0, 1), "the program for long sequences is made when it is first needed"
