@@ -57,6 +57,9 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+_MOST_DYNAMIC = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_SHARE = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+"""Percent of a multiprocessor's memory, as a wish."""
 _CLUSTER_DIMENSION = 4
 """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -200,14 +203,19 @@ class KernelLibrary:
             self.kernel(source, expression)
 
     def kernel(self, source: str, expression: str, *, dynamic_shared_bytes: int = 0) -> Kernel:
-        """The kernel, allowed at least so much dynamic shared memory. Raises KernelError."""
+        """The kernel, allowed at least so much dynamic shared memory. Raises KernelError.
+
+        Kernels that ask for some want most of a multiprocessor's memory to be shared: without that they wait
+        for the kernel before to leave it and for its memory to be divided anew. A product, attention and a
+        product of one row, with dependent launch: 13.8 µs on an H200, 14.5 as the driver divides it.
+        """
         key = (source, expression)
         kernel = self._kernels.get(key)
         if kernel is None:
             kernel = self._kernels[key] = self._load(source, expression)
         if dynamic_shared_bytes > self._dynamic_shared.get(key, 0):
-            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            _check(driver.cuFuncSetAttribute(kernel.function, attribute, dynamic_shared_bytes), kernel.name)
+            for attribute, value in ((_MOST_DYNAMIC, dynamic_shared_bytes), (_SHARED_SHARE, 100)):
+                _check(driver.cuFuncSetAttribute(kernel.function, attribute, value), kernel.name)
             self._dynamic_shared[key] = dynamic_shared_bytes
         return kernel
 
