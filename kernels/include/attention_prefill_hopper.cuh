@@ -1,8 +1,9 @@
-// Hopper's instructions for prefill attention: mbarriers, tensor copies, wgmma with A in registers.
+// Hopper's instructions for prefill attention: tensor copies, wgmma with A in registers.
 // Knows no schedule. Exists only where the target has them (sm_90a).
 #pragma once
 
 #include "attention.cuh"
+#include "mbarrier.cuh"
 
 namespace slipstream {
 
@@ -12,41 +13,6 @@ struct alignas(64) TensorMap {
 };
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-
-__device__ __forceinline__ void barrier_init(uint32 barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// One arrival, and so many bytes that copies have yet to bring.
-__device__ __forceinline__ void barrier_expect(uint32 barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// Waits for the end of the phase of this parity.
-__device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra over;\n"
-        "bra again;\n"
-        "over:\n"
-        "}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-
-// Makes initialised barriers visible to copies.
-__device__ __forceinline__ void fence_barriers() {
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
 
 __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
