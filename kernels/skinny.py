@@ -41,6 +41,11 @@ class WeightKind(StrEnum):
         return f"{self.value.capitalize()}Weights"
 
     @property
+    def bits(self) -> float:
+        """Of an element, scales counted."""
+        return {WeightKind.BF16: 16.0, WeightKind.FP8: 8.0, WeightKind.Q4: 4.5}[self]
+
+    @property
     def lane_bytes(self) -> int:
         """What a lane keeps of a tile in shared memory."""
         return {WeightKind.BF16: 64, WeightKind.FP8: 32, WeightKind.Q4: 24}[self]
@@ -70,15 +75,19 @@ class Ring:
     """How the warps of a block stream weights."""
 
     warps: int
-    """Of a block; they share the k of a tile."""
+    """Of a block."""
+    share: int
+    """Warps that share the k of 16 rows of the weight."""
+    group: int
+    """Tiles of 64 of k that a warp takes at once."""
     stages: int
-    """Tiles that a warp has on their way at once."""
+    """Groups that a warp has on their way at once."""
     resident: int
     """Blocks that a multiprocessor has registers for."""
     spread: int | None = None
-    """Blocks per multiprocessor, each of many tiles; None: a block per tile."""
+    """Blocks per multiprocessor, each of many tiles; None: as many blocks as there are tiles."""
     staged: bool = True
-    """Whether a block brings x into shared memory; else each warp reads its part for each tile."""
+    """Whether a block brings x into shared memory; else each warp reads what it needs when it does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +106,7 @@ class SkinnyVariant:
     def expression(self) -> str:
         ring, rows = self.ring, 1 if self.one_row else MAX_ROWS
         flags = f"{str(self.norm).lower()}, {rows}, {str(ring.staged).lower()}"
-        numbers = f"{ring.warps}, {ring.stages}, {ring.resident}"
+        numbers = f"{ring.warps}, {ring.share}, {ring.group}, {ring.stages}, {ring.resident}"
         out = _C_TYPES[self.out]
         return f"skinny_product<{self.kind.decoder}, {out}, {self.finish.value}, {flags}, {numbers}>"
 
@@ -105,10 +114,11 @@ class SkinnyVariant:
         """Of a block: the ring, two tiles' sums, squares, and x if it is staged."""
         ring, tiles = self.ring, 2 if self.finish is Finish.SWIGLU else 1
         columns = 1 if self.one_row else MAX_ROWS
-        size = ring.stages * tiles * self.kind.lane_bytes * ring.warps * 32
+        size = ring.stages * ring.group * tiles * self.kind.lane_bytes * ring.warps * 32
         size += 2 * ring.warps * tiles * columns * _TILE_ROWS * 4 + 128
         if ring.staged:
-            size += rows * (-(-k // _TILE_COLUMNS) * _TILE_COLUMNS + self.kind.row_pad) * 2
+            group = ring.group * _TILE_COLUMNS
+            size += rows * (-(-k // group) * group + self.kind.row_pad) * 2
         return size
 
     def fits(self, limits: DeviceLimits, rows: int, k: int) -> bool:
@@ -121,36 +131,99 @@ class SkinnyVariant:
         return tiles if spread is None else min(tiles, spread * limits.multiprocessors)
 
 
-_FINISHES = (
-    (DType.BF16, Finish.STORE, True),
-    (DType.BF16, Finish.STORE, False),
-    (DType.F32, Finish.STORE, False),
-    (DType.BF16, Finish.ADD, False),
-    (DType.BF16, Finish.SWIGLU, True),
-    (DType.BF16, Finish.SWIGLU, False),
-)
-_RINGS = {
-    WeightKind.BF16: Ring(8, 2, 2),
-    WeightKind.FP8: Ring(8, 3, 3),
-    WeightKind.Q4: Ring(8, 4, 4),
+_FLAVOURS = {
+    Finish.STORE: ((DType.BF16, True), (DType.BF16, False), (DType.F32, False)),
+    Finish.ADD: ((DType.BF16, False),),
+    Finish.SWIGLU: ((DType.BF16, True), (DType.BF16, False)),
 }
+"""Results there are, and whether after a norm; that for one row only."""
+
+_ANY = 1 << 62
+_MB = 1_000_000
+_CROWDED = Ring(16, 16, 2, 2, 2, spread=2)
+"""Spills 8 bytes with SwiGLU on compute capability 10.0."""
+_ONE_ROW: dict[tuple[WeightKind, Finish], dict[int, Ring]] = {
+    (WeightKind.Q4, Finish.STORE): {
+        8 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
+        24 * _MB: Ring(8, 8, 2, 4, 2),
+        _ANY: Ring(16, 4, 2, 2, 2, spread=2),
+    },
+    (WeightKind.Q4, Finish.ADD): {
+        12 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
+        _ANY: Ring(16, 16, 2, 2, 2, spread=2),
+    },
+    (WeightKind.Q4, Finish.SWIGLU): {
+        24 * _MB: Ring(16, 16, 1, 2, 2, spread=1),
+        _ANY: _CROWDED,
+    },
+    (WeightKind.FP8, Finish.STORE): {
+        12 * _MB: Ring(16, 16, 2, 3, 1, spread=1),
+        _ANY: Ring(16, 16, 1, 2, 2),
+    },
+    (WeightKind.FP8, Finish.ADD): {
+        16 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
+        _ANY: Ring(16, 16, 1, 2, 2, spread=2),
+    },
+    (WeightKind.FP8, Finish.SWIGLU): {
+        32 * _MB: Ring(8, 8, 1, 6, 2, spread=1),
+        _ANY: Ring(16, 16, 1, 6, 1, spread=1),
+    },
+    (WeightKind.BF16, Finish.STORE): {_ANY: Ring(8, 8, 1, 4, 2, spread=2)},
+    (WeightKind.BF16, Finish.ADD): {
+        12 * _MB: Ring(8, 8, 1, 4, 2, spread=1),
+        _ANY: Ring(16, 16, 1, 4, 1, spread=1),
+    },
+    (WeightKind.BF16, Finish.SWIGLU): {_ANY: Ring(16, 16, 1, 3, 1, spread=1)},
+}
+_SOME_ROWS: dict[tuple[WeightKind, Finish], dict[int, Ring]] = {
+    (WeightKind.Q4, Finish.STORE): {
+        8 * _MB: Ring(16, 16, 1, 2, 2, spread=2, staged=False),
+        24 * _MB: Ring(8, 8, 1, 2, 4, spread=3, staged=False),
+        _ANY: Ring(16, 16, 1, 2, 2, spread=2),
+    },
+    (WeightKind.Q4, Finish.ADD): {
+        8 * _MB: Ring(16, 16, 1, 4, 2, spread=1, staged=False),
+        _ANY: Ring(16, 16, 1, 4, 2, spread=2, staged=False),
+    },
+    (WeightKind.Q4, Finish.SWIGLU): {_ANY: Ring(8, 8, 1, 4, 3, spread=3, staged=False)},
+    (WeightKind.FP8, Finish.STORE): {
+        12 * _MB: Ring(16, 16, 1, 2, 2, spread=2, staged=False),
+        _ANY: Ring(8, 8, 1, 2, 4, spread=3, staged=False),
+    },
+    (WeightKind.FP8, Finish.ADD): {
+        16 * _MB: Ring(16, 16, 1, 3, 2, spread=1, staged=False),
+        _ANY: Ring(16, 16, 1, 3, 2, spread=2, staged=False),
+    },
+    (WeightKind.FP8, Finish.SWIGLU): {_ANY: Ring(16, 16, 1, 3, 1, spread=1, staged=False)},
+    (WeightKind.BF16, Finish.STORE): {_ANY: Ring(16, 16, 1, 1, 2, spread=2, staged=False)},
+    (WeightKind.BF16, Finish.ADD): {_ANY: Ring(16, 16, 1, 4, 1, spread=1, staged=False)},
+    (WeightKind.BF16, Finish.SWIGLU): {_ANY: Ring(8, 8, 1, 4, 2, spread=1, staged=False)},
+}
+"""By weights of up to so many bytes."""
 
 
-def _variants() -> tuple[SkinnyVariant, ...]:
-    return tuple(
-        SkinnyVariant(kind, out, finish, norm, one_row, ring)
-        for kind, chosen in _RINGS.items()
-        for out, finish, norm in _FINISHES
-        for one_row in (True, False)
-        for ring in (
-            (chosen,) if norm else (chosen, Ring(chosen.warps, chosen.stages, chosen.resident, None, False))
-        )
-        if one_row or not norm
-    )
+def _rings(kind: WeightKind, finish: Finish, one_row: bool) -> dict[int, Ring]:
+    """With one for devices of little shared memory behind the rest."""
+    table = (_ONE_ROW if one_row else _SOME_ROWS)[kind, finish]
+    return {**table, _ANY + 1: Ring(8, 8, 1, 2, 2, staged=one_row)}
 
 
-VARIANTS = _variants()
-UNITS = tuple(CompileUnit(SOURCE, (variant.expression,)) for variant in VARIANTS)
+VARIANTS = tuple(
+    SkinnyVariant(kind, out, finish, norm, one_row, ring)
+    for kind, finish in _ONE_ROW
+    for out, norm in _FLAVOURS[finish]
+    for one_row in ((True,) if norm else (True, False))
+    for ring in _rings(kind, finish, one_row).values()
+)
+_SPILLS = frozenset(
+    v.expression
+    for v in VARIANTS
+    if v.kind is WeightKind.Q4 and v.finish is Finish.SWIGLU and v.ring == _CROWDED
+)
+UNITS = tuple(
+    CompileUnit(SOURCE, (expression,), (), _SPILLS & {expression})
+    for expression in dict.fromkeys(variant.expression for variant in VARIANTS)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,20 +256,26 @@ def fits(
 def pick_variant(
     limits: DeviceLimits,
     rows: int,
+    n: int,
     k: int,
     out: DType,
     finish: Finish,
     norm: bool,
     kind: WeightKind = WeightKind.BF16,
 ) -> SkinnyVariant:
-    """Raises ValueError if there is none."""
-    wanted = (kind, out, finish, norm, rows == 1)
-    for variant in VARIANTS:
-        same = (variant.kind, variant.out, variant.finish, variant.norm, variant.one_row) == wanted
-        if same and variant.fits(limits, rows, k):
-            return variant
+    """n, k: of the weight, gates and ups counted. Raises ValueError if there is none."""
+    one_row = rows == 1
+    if (out, norm) in _FLAVOURS[finish] and (one_row or not norm):
+        weight_bytes = n * k * kind.bits // 8
+        for most_bytes, ring in _rings(kind, finish, one_row).items():
+            variant = SkinnyVariant(kind, out, finish, norm, one_row, ring)
+            if weight_bytes <= most_bytes and variant.fits(limits, rows, k):
+                return variant
     after = " after a norm" if norm else ""
-    raise ValueError(f"{SOURCE}: no kernel for {rows} rows, {finish.name} into {out.value}{after}")
+    raise ValueError(
+        f"{SOURCE}: no kernel for {rows} rows of {k}, {finish.name} into {out.value}{after}, "
+        f"in {limits.shared_bytes_per_block} B of shared memory"
+    )
 
 
 def skinny_product(
@@ -227,12 +306,13 @@ def skinny_product(
             f"n a multiple of {_TILE_ROWS}, k of {_STEP}"
         )
     expect(SOURCE, "x", x, DType.BF16, (rows, k))
-    values, scales = _buffers(weight, 2 * n if finish is Finish.SWIGLU else n, k)
+    height = 2 * n if finish is Finish.SWIGLU else n
+    values, scales = _buffers(weight, height, k)
     expect(SOURCE, "y", y, y.dtype, (rows, n))
     if norm is not None:
         expect(SOURCE, "norm.gains", norm.gains, DType.BF16, (k,))
     if variant is None:
-        variant = pick_variant(limits, rows, k, y.dtype, finish, norm is not None, kind_of(weight))
+        variant = pick_variant(limits, rows, height, k, y.dtype, finish, norm is not None, kind_of(weight))
     shared_bytes = variant.shared_bytes(rows, k)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     gains, epsilon, offset = (norm.gains, norm.epsilon, norm.offset) if norm else (None, 0.0, 0.0)

@@ -17,7 +17,7 @@ from kernels.tensor import DType, Tensor
 pytestmark = pytest.mark.gpu
 BF16 = ml_dtypes.bfloat16
 ROWS = (1, 2, 3, 7, 8)
-SHAPES = ((16, 32), (48, 96), (176, 160), (576, 576), (2048, 2048), (4112, 544), (48, 6144), (32, 14336))
+SHAPES = ((16, 32), (48, 96), (176, 160), (576, 576), (8464, 96), (176, 2048), (48, 6144), (32, 14336))
 """(n, k): fewer steps than warps, half steps at the end, several tiles for a block, a long k."""
 EPSILON, OFFSET = 1e-6, 0.5
 
@@ -70,7 +70,12 @@ def _name(variant: SkinnyVariant) -> str:
     words = (variant.kind.value, variant.out.value, variant.finish.name.lower(), "normed" * variant.norm)
     rows = "one" if variant.one_row else "some"
     return "-".join(
-        (*filter(None, words), rows, "staged" if ring.staged else "read", f"{ring.warps}x{ring.stages}")
+        (
+            *filter(None, words),
+            rows,
+            "staged" if ring.staged else "read",
+            f"{ring.warps}x{ring.share}x{ring.group}x{ring.stages}",
+        )
     )
 
 
@@ -85,7 +90,7 @@ def test_a_product_of_few_rows(gpu: Gpu, rng: np.random.Generator, variant: Skin
         for rows in counts:
             found = case.launch_rows(gpu, variant, 0, rows)
             # The rounding of an x that the kernel normalises, 2⁻⁹ of each element, adds up.
-            rtol, atol = (2**-8, 4e-3) if variant.out is DType.BF16 else (1e-5, 2e-5)
+            rtol, atol = (2**-8, 4e-3) if variant.out is DType.BF16 else (1e-5, 1e-4)
             assert_close(
                 f"{rows} × {n} × {k}", found, wanted[:rows], rtol=rtol, atol=2e-2 if variant.norm else atol
             )

@@ -82,7 +82,7 @@ def test_a_kernel_that_does_not_compile_is_told_in_the_compilers_words(
 
 
 def test_a_spill_that_no_table_admits_fails_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    crowded = Ring(warps=16, stages=1, resident=4)  # 32 registers a thread
+    crowded = Ring(warps=16, share=16, group=1, stages=1, resident=4)  # 32 registers a thread
     use(monkeypatch, CompileUnit(skinny.SOURCE, (replace(skinny.VARIANTS[0], ring=crowded).expression,)))
     result = cli("build", "--arch", "sm_90a")
     assert result.exit_code == 1, result.output
