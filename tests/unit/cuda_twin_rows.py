@@ -156,3 +156,31 @@ def skinny(
         target[:] = gate / (1 + np.exp(-gate)) * products[:, n:]
     else:
         target[:] = products
+
+
+def stream(
+    grid: Any,
+    kinds: list[str],
+    x: int,
+    quants: int,
+    scales: int,
+    gains: int,
+    y: int,
+    n: int,
+    k: int,
+    each: int,
+    extra: int,
+    stages: int,
+    batch: int,
+    epsilon: float,
+    offset: float,
+) -> None:
+    """One row of q4_0: skinny's answer, from blocks that stay."""
+    out, finish, norm = kinds[:3]
+    warps, steps = map(int, kinds[3:5])
+    assert grid[0] * each + extra == n // 16
+    assert 0 <= extra < grid[0]
+    assert k <= 64 * warps * steps
+    assert (stages > 0, 0 < batch <= 2 * warps) == (True, True)
+    shared = (x, quants, scales, gains, y)
+    skinny(grid, ["Q4Weights", out, finish, norm, "1"], *shared, 1, n, k, epsilon, offset)
