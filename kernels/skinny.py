@@ -1,17 +1,20 @@
 """Matrix products of at most 8 rows with weights in bf16, FP8 or q4_0, fused with the norm before and what
-follows: a residual add, or SwiGLU (skinny.cu).
+follows: a residual add, or SwiGLU (skinny.cu; one row of q4_0 on Hopper: skinny_stream.cu).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 
 from kernels.compiler import CompileUnit
 from kernels.device import DeviceLimits
 from kernels.fp8 import Fp8Rows
+from kernels.fused import Finish as Finish
+from kernels.fused import FusedNorm as FusedNorm
 from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
 from kernels.q4 import Q4Tiles, tile_shapes
+from kernels.skinny_stream import pick_stream, skinny_stream
 from kernels.tensor import DType, Tensor, expect
 
 SOURCE = "skinny.cu"
@@ -54,16 +57,6 @@ class WeightKind(StrEnum):
     def row_pad(self) -> int:
         """Elements between staged rows of x."""
         return 8 if self is WeightKind.FP8 else 32
-
-
-class Finish(IntEnum):
-    """What becomes of the float32 sums."""
-
-    STORE = 0
-    ADD = 1
-    """Added to what stands in y."""
-    SWIGLU = 2
-    """The weights are gate over up; y = silu(gate) · up."""
 
 
 MAX_WEIGHT_BYTES = {Finish.STORE: 32 << 20, Finish.ADD: 32 << 20, Finish.SWIGLU: 64 << 20}
@@ -140,13 +133,10 @@ _FLAVOURS = {
 
 _ANY = 1 << 62
 _MB = 1_000_000
-_CROWDED = Ring(16, 16, 2, 2, 2, spread=2)
-"""Spills 8 bytes with SwiGLU on compute capability 10.0."""
 _ONE_ROW: dict[tuple[WeightKind, Finish], dict[int, Ring]] = {
     (WeightKind.Q4, Finish.STORE): {
-        8 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
-        24 * _MB: Ring(8, 8, 2, 4, 2),
-        _ANY: Ring(16, 4, 2, 2, 2, spread=2),
+        12 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
+        _ANY: Ring(16, 16, 2, 2, 2, spread=2),
     },
     (WeightKind.Q4, Finish.ADD): {
         12 * _MB: Ring(16, 16, 2, 2, 2, spread=1),
@@ -154,7 +144,7 @@ _ONE_ROW: dict[tuple[WeightKind, Finish], dict[int, Ring]] = {
     },
     (WeightKind.Q4, Finish.SWIGLU): {
         24 * _MB: Ring(16, 16, 1, 2, 2, spread=1),
-        _ANY: _CROWDED,
+        _ANY: Ring(16, 16, 1, 2, 2, spread=2),
     },
     (WeightKind.FP8, Finish.STORE): {
         12 * _MB: Ring(16, 16, 2, 3, 1, spread=1),
@@ -215,25 +205,10 @@ VARIANTS = tuple(
     for one_row in ((True,) if norm else (True, False))
     for ring in _rings(kind, finish, one_row).values()
 )
-_SPILLS = frozenset(
-    v.expression
-    for v in VARIANTS
-    if v.kind is WeightKind.Q4 and v.finish is Finish.SWIGLU and v.ring == _CROWDED
-)
 UNITS = tuple(
-    CompileUnit(SOURCE, (expression,), (), _SPILLS & {expression})
+    CompileUnit(SOURCE, (expression,))
     for expression in dict.fromkeys(variant.expression for variant in VARIANTS)
 )
-
-
-@dataclass(frozen=True, slots=True)
-class FusedNorm:
-    """RMSNorm of x: x / rms(x) · (offset + gains)."""
-
-    gains: Tensor
-    """bf16 [k]."""
-    epsilon: float
-    offset: float = 0.0
 
 
 def kind_of(weight: Weight) -> WeightKind:
@@ -311,6 +286,10 @@ def skinny_product(
     expect(SOURCE, "y", y, y.dtype, (rows, n))
     if norm is not None:
         expect(SOURCE, "norm.gains", norm.gains, DType.BF16, (k,))
+    if variant is None and rows == 1 and isinstance(weight, Q4Tiles):
+        stream = pick_stream(limits, n, k, y.dtype, finish, norm is not None)
+        if stream is not None:
+            return skinny_stream(library, limits, stream, x=x, weight=weight, y=y, norm=norm)
     if variant is None:
         variant = pick_variant(limits, rows, height, k, y.dtype, finish, norm is not None, kind_of(weight))
     shared_bytes = variant.shared_bytes(rows, k)

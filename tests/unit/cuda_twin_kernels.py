@@ -55,6 +55,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "gated_activation_fp8": ("pppppi", rows.gated_quantised),
     "quantise_rows": ("pppi", fp8.quantise),
     "skinny_product": ("pppppiiiff", rows.skinny),
+    "skinny_stream": ("pppppiiiiiiff", rows.stream),
     "q4_quantise": ("pppi", q4.q4_quantise),
     "q4_repack": ("pppi", q4.q4_repack),
     "q4_dequantise": ("pppi", q4.q4_dequantise),
