@@ -9,7 +9,7 @@
 // a fixed-point number of 22 bits, relative to the largest element that its warp has, in three signed digits to
 // the base 256: three columns of a product on tensor cores that one row would leave empty. So of a tile the
 // lanes unpack 12 instructions' worth where bf16 takes 44, which held skinny.cu at 57% of the memory's speed. An
-// element within 2⁻¹⁴ of its warp's largest is exact, others err by at most 2⁻²³ of that.
+// element within 2⁻¹⁴ of its warp's largest is exact, others err by at most 2⁻²² of that.
 #include "mbarrier.cuh"
 #include "ptx.cuh"
 #include "skinny.cuh"

@@ -96,11 +96,11 @@ def test_stream_of_one_row(
 def test_a_streamed_row_with_one_large_element(
     gpu: Gpu, rng: np.random.Generator, variant: StreamVariant
 ) -> None:
-    """Beside an element of 3,000 the others keep 2⁻²³ of it."""
+    """Beside an element of 3,000 the others err by at most 2⁻²² of it."""
     case = _case(gpu, rng, variant, 48, 2048)
     case.x[0, 77] = 3000
     wanted = case.wanted(variant)
-    atol = 3000 * 2**-23 * np.abs(case.exact).sum(axis=1).max()
+    atol = 3000 * 2**-22 * np.abs(case.exact).sum(axis=1).max()
     assert_close("3,000", case.found(gpu, variant), wanted, rtol=1e-5, atol=atol)
     gpu.release()
 
