@@ -20,7 +20,7 @@ SHAPES = (
     *((16, 32), (48, 96), (176, 576), (2048, 2048), (4112, 544), (19232, 96)),
     *((304, 4096), (176, 3040), (48, 6144), (32, 14336)),
 )
-"""(n, k): fewer tiles than warps, half tiles and part pieces at the end, blocks of several batches of sums."""
+"""(n, k): fewer tiles than warps, half tiles and part pieces at the end, several batches of sums."""
 EPSILON, OFFSET = 1e-6, 0.5
 
 
