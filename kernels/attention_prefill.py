@@ -231,6 +231,6 @@ def _expect_pages(
     expect(SOURCE, "v_pages", v_pages, dtype, k_pages.shape)
     for name, scales in (("k_scales", k_scales), ("v_scales", v_scales)):
         if (scales is not None) != (dtype is DType.E4M3):
-            raise ValueError(f"{SOURCE}: {name} belongs to e4m3 pages, and they to it")
+            raise ValueError(f"{SOURCE}: {name} belongs to e4m3 pages, and they need it")
         if scales is not None:
             expect(SOURCE, name, scales, DType.F32, (pages, n_kv_heads))

@@ -288,6 +288,7 @@ __global__ void __launch_bounds__((kConsumers + 1) * kGroupThreads, 1)
     const Work work{tiles, *n_tiles * n_kv_heads, n_kv_heads, n_heads / n_kv_heads, window};
     const uint32 keys = shared_address(shared);
     const uint32 values = keys + kStages * kPageBytes;
+    // Both together are what 384 threads of 168 have: with one register more a consumer waits forever.
     if (threadIdx.x < kGroupThreads) {
         give_registers<24>();
         if (threadIdx.x < 32)

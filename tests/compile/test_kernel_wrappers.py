@@ -55,6 +55,52 @@ def test_every_head_size_has_a_variant_that_fits(limits: DeviceLimits, head_dim:
     assert prefill.shared_bytes < limits.shared_bytes_per_block
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_few_prefill_tiles_are_shared_by_two_parts_of_a_block(head_dim: int) -> None:
+    many = attention_prefill.pick_variant(H200, head_dim, 2 * 132 + 1)
+    few = attention_prefill.pick_variant(H200, head_dim, 2 * 132)
+    assert (many.parts, few.parts) == (1, 2)
+    assert many == attention_prefill.pick_variant(H200, head_dim)
+    assert many.rows == few.rows, "one list of tiles serves both"
+    assert few.shared_bytes + 2048 <= H200.shared_bytes_per_block
+
+
+def test_prefill_takes_wgmma_where_there_is_one() -> None:
+    for head_dim in (64, 128):
+        variant = attention_prefill.pick_hopper_variant(H200, head_dim, DType.BF16)
+        assert variant is not None
+        assert variant.rows == attention_prefill.pick_variant(H200, head_dim).rows
+        assert variant.shared_bytes + 1024 <= H200.shared_bytes_per_block
+        assert attention_prefill.pick_hopper_variant(H200, head_dim, DType.E4M3) is None
+        assert attention_prefill.pick_hopper_variant(RTX_3090, head_dim, DType.BF16) is None
+    assert attention_prefill.pick_hopper_variant(H200, 256, DType.BF16) is None
+
+
+def test_scales_belong_to_e4m3_pages() -> None:
+    def attend(pages: DType, scales: Tensor | None) -> None:
+        attention_prefill.attention_prefill(
+            NO_LIBRARY,
+            H200,
+            query=tensor(3, 4, 64),
+            k_pages=tensor(5, 2, 64, 64, dtype=pages),
+            v_pages=tensor(5, 2, 64, 64, dtype=pages),
+            block_table=tensor(1, 4, dtype=DType.I32),
+            tiles=tensor(1, 8, dtype=DType.I32),
+            n_tiles=tensor(1, dtype=DType.I32),
+            out=tensor(3, 4, 64),
+            scale=0.125,
+            k_scales=scales,
+            v_scales=scales,
+        )
+
+    with pytest.raises(ValueError, match="k_scales belongs to e4m3 pages"):
+        attend(DType.E4M3, None)
+    with pytest.raises(ValueError, match="k_scales belongs to e4m3 pages"):
+        attend(DType.BF16, tensor(5, 2, dtype=DType.F32))
+    with pytest.raises(ValueError, match=r"k_scales must be f32 \[5, 2\]"):
+        attend(DType.E4M3, tensor(5, 3, dtype=DType.F32))
+
+
 def test_sixteen_heads_per_kv_head_need_shared_memory() -> None:
     assert attention_decode.pick_variant(RTX_3090, 128, 16).warps == 2
     assert attention_decode.pick_variant(H200, 256, 16).warps == 4
