@@ -33,6 +33,8 @@ RESERVE_BYTES = 256 << 20
 
 _NODE_BYTES = 4 << 10
 """Of a graph's node on the device: on an H200 47 graphs of 12,229 nodes took 38 MiB, 3.2 KiB each."""
+_WIDTH_GRAPHS = 2**3
+"""Greedy or not, with log-probabilities or without, for long sequences or not."""
 _LAYER_NODES = 14
 """At most, of one layer in one graph: each of four products in up to two, two norms, rope, attention in two,
 activation."""
@@ -131,10 +133,10 @@ def plan_engine(
 
 
 def graph_bytes(config: ModelConfig, widths: Sequence[int], sizes: Sequence[int]) -> int:
-    """An allowance for the graphs of all buckets, which the driver keeps beside the arena: per width one for
-    greedy sampling and one for drawing, one per prefill size.
+    """An allowance for the graphs of all buckets, which the driver keeps beside the arena: per prefill size
+    one, per width as many as SampleKey tells apart, of which some are captured only when they are needed.
     """
-    graphs = 2 * len(widths) + len(sizes)
+    graphs = _WIDTH_GRAPHS * len(widths) + len(sizes)
     return graphs * (config.n_layers * _LAYER_NODES + _OTHER_NODES) * _NODE_BYTES
 
 

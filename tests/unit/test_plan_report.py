@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ pytest.importorskip("nvmath")
 
 from engine import plan_report
 from engine.cuda import planning
+from engine.cuda.work import SampleKey
 from engine.errors import ModelError
 from engine.options import EngineOptions, KvDtype, Precision
 from engine.plan_report import DeviceFigures, PlanReport, plan_model, plan_outlooks, stated_figures
@@ -22,7 +23,7 @@ from scripts.tiny_gguf import write_gguf
 from service.cli.app import app
 from service.cli.plan import parse_size
 from tests.cuda_scenarios import checkpoint, options
-from tests.unit.cuda_twin import HOPPER, HostDevice, load_twin
+from tests.unit.cuda_twin import HOPPER, SETTINGS, HostDevice, load_twin
 from tests.weight_tiers import GGUF_CONFIG, publish_fp8
 
 __all__ = ["load_twin"]
@@ -162,7 +163,9 @@ def test_the_command_prints_tables_and_json(tmp_path: Path) -> None:
 
 def test_the_command_refuses_with_advice(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path, hidden=1024, layers=8, vocab_size=30000)
-    size = int((planning.RESERVE_BYTES + plan_report.CONTEXT_BYTES + 200_000_000) / 0.9)
+    small = EngineOptions(folder, precision=Precision.Q4, max_step_tokens=512, max_sequences=2, kv_pages=9)
+    fitting = plan_model(folder, small, stated_figures(8 * 10**9)).planned_bytes
+    size = int((fitting + plan_report.CONTEXT_BYTES) / 0.9)
     refused = run(folder, "--device-memory", size, "--max-step-tokens", 512, "--max-seqs", 2)
     assert refused.exit_code == 1
     assert "It would fit with --precision q4" in refused.output
@@ -183,3 +186,22 @@ def test_the_command_refuses_with_advice(tmp_path: Path) -> None:
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+def test_the_allowance_covers_every_graph_that_a_width_may_have(tmp_path: Path) -> None:
+    """However many switches a key of decode graphs has."""
+    switches = [item for item in fields(SampleKey) if item.type in (bool, "bool")]
+    assert 2 ** len(switches) == planning._WIDTH_GRAPHS
+
+
+def test_no_graph_has_more_nodes_than_are_allowed_for(tmp_path: Path, load_twin: Any) -> None:
+    folder = checkpoint(tmp_path, layers=3, family="qwen2")
+    per_graph = 3 * planning._LAYER_NODES + planning._OTHER_NODES
+    for precision in (Precision.BF16, Precision.Q4, Precision.FP8):
+        engine = load_twin(
+            options(folder, precision=precision, max_step_tokens=1024), replace(SETTINGS, capture=True)
+        )
+        programs = engine.parts.programs
+        made = [run for runs in (programs.decode, programs.prefill) for run in runs._made.values()]
+        assert made
+        assert max(run.nodes for run in made) <= per_graph
