@@ -34,6 +34,7 @@ from engine.cuda.program import final_norm
 from engine.cuda.settings import CudaSettings
 from engine.cuda.weight_conversion import round_to_bf16
 from engine.cuda.weights import Weight, tensors_of, weights_in
+from engine.interface import pages_for
 from engine.options import EngineOptions, Precision
 from engine.product_figures import ProductFigure
 from kernels.launch import KernelLibrary
@@ -43,6 +44,8 @@ from kernels.tensor import Tensor
 _REPLAYS = 7
 _LAUNCHES = 4
 """Graphs launched in a row for one time."""
+_LENGTH = 4096
+"""Positions, which products do not depend on."""
 _NOISE = 1 << 22
 """Elements of the block of noise that all random weights are cut from."""
 _SHIFT = 32
@@ -74,10 +77,12 @@ def measure_products(
 ) -> Iterator[ProductFigure]:
     """The same with times, on GPU options.device.
 
-    Loads the model with random weights, all its layers, so that no product finds its weights in L2.
+    Loads the model with random weights, all its layers, so that no product finds its weights in L2, and with
+    KV pages for one sequence.
     Raises ModelError, EngineError.
     """
-    chosen = replace(options, precision=precision)
+    length = min(options.max_sequence_length or _LENGTH, config.max_sequence_length)
+    chosen = replace(options, precision=precision, max_sequence_length=length, kv_pages=pages_for(length))
     engine = load_from(random_checkpoint(config), chosen, None, CudaSettings(capture=False))
     try:
         parts = engine.parts.programs.parts
@@ -181,6 +186,9 @@ def _time(engine: CudaEngine, figure: ProductFigure) -> float:
     parts, stream = engine.parts.programs.parts, engine.parts.stream
     layers = 1 if figure.product == "head" else len(parts.config.layers)
     calls = [call for index in range(layers) for call in _calls(parts, figure, index)]
+    for call in calls:  # what the driver loads when it is first needed must not be loaded in a capture
+        call(stream.handle)
+    stream.synchronize()
     graph, began, ended = Graph(stream, calls), Event(timing=True), Event(timing=True)
     times = []
     try:
