@@ -62,11 +62,15 @@ def _expression(kind: str, scaled: bool) -> str:
     return f"gated_activation<{kind}, {str(scaled).lower()}>"
 
 
+_SPILLS_A_LITTLE = frozenset({FP8_VARIANTS[2].expression(_KINDS["gelu_tanh"], True)})
+"""28 bytes on sm_100a, for tanh in 40 registers; none elsewhere."""
+
 UNITS = (
     CompileUnit(
         SOURCE,
         tuple(_expression(kind, scaled) for kind in _KINDS.values() for scaled in (False, True))
         + tuple(v.expression(kind, True) for kind in _KINDS.values() for v in FP8_VARIANTS),
+        may_spill=_SPILLS_A_LITTLE,
     ),
 )
 
