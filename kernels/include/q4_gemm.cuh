@@ -27,23 +27,18 @@ __device__ __forceinline__ void copy_async_4(uint32 target, const void* source) 
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(target), "l"(source) : "memory");
 }
 
-// Column `column` of x tile `tile`, by one warp. `x`: row 0 of the first tile, at this lane's pair; shift: elements.
-template <int kColumns>
-__device__ __forceinline__ void copy_x_column(uint32 tiles, const bf16* x, int32 k, int tile, int column, int last_row,
-                                              int shift, int lane) {
-    const int chunk = (lane / 16 * 4 + lane % 4) ^ (column & 7);
-    const uint32 place = tile * kXTileBytes<kColumns> + column * kXRowBytes + (chunk << 4) + lane % 16 / 4 * 4;
-    const auto* row = reinterpret_cast<const unsigned char*>(x + (tile * kQ4TileColumns - shift));
-    copy_async_4(tiles + place, row + uint64(uint32(min(column, last_row))) * uint32(2 * k));
-}
-
-// Waits until at most `pending` of this thread's newest groups are still under way; pending ≤ 3.
-__device__ __forceinline__ void copy_async_wait_for(int pending) {
-    switch (pending) {
-        case 3: copy_async_wait<3>(); break;
-        case 2: copy_async_wait<2>(); break;
-        case 1: copy_async_wait<1>(); break;
-        default: copy_async_wait<0>();
+// This warp's columns of one x tile, a column with each copy. `x`: the tile's first row, at this lane's pair.
+// Columns past the last row of x repeat it; their sums are not used.
+template <int kColumns, int kWarps>
+__device__ __forceinline__ void copy_x_tile(uint32 target, const bf16* x, int32 k, int last_row, int warp, int lane) {
+    const int chunk = lane / 16 * 4 + lane % 4;
+    const int word = lane % 16 / 4;
+    const auto* bytes = reinterpret_cast<const unsigned char*>(x);
+#pragma unroll
+    for (int i = 0; i < kColumns / kWarps; ++i) {
+        const int column = warp + i * kWarps;
+        const uint32 place = column * kXRowBytes + ((chunk ^ (column & 7)) << 4) + word * 4;
+        copy_async_4(target + place, bytes + uint64(uint32(min(column, last_row))) * uint32(2 * k));
     }
 }
 
@@ -66,7 +61,7 @@ __device__ __forceinline__ Q4Fragments q4_fragments(uint32 low, uint32 high, uin
     return result;
 }
 
-// One block of 32 of k against all columns, warp by warp. `x_tile`: shared address; block: 0 or 1.
+// One block of 32 of k against all columns, warp by warp.
 template <int kColumns>
 __device__ __forceinline__ void multiply_by_warp(float (&acc)[kColumns / 8][4], const Q4Fragments& a, uint32 x_tile,
                                                  int block, int lane) {
@@ -148,7 +143,7 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32 (&a)[4], ui
 #endif
 
 // One block of 32 of k against all columns: with kByWarpgroup by four warps at once, of whose products at most one
-// block's stay under way.
+// block's stay under way. `x_tile`: shared address; block: 0 or 1.
 template <int kColumns, bool kByWarpgroup>
 __device__ __forceinline__ void multiply(float (&acc)[kColumns / 8][4], const Q4Fragments& a, uint32 x_tile, int block,
                                          int lane) {
@@ -165,16 +160,14 @@ __device__ __forceinline__ void multiply(float (&acc)[kColumns / 8][4], const Q4
     }
 }
 
-// Both halves of a barrier of the cluster: writes to shared memory before the arrival, of all its blocks, are visible
-// after the wait. A block alone has its barrier in the second half.
-__device__ __forceinline__ void cluster_or_block_arrive(int blocks) {
-    if (blocks > 1) cluster_arrive();
-}
-__device__ __forceinline__ void cluster_or_block_wait(int blocks) {
-    if (blocks > 1)
-        cluster_wait();
-    else
+// Writes to shared memory before it, of all blocks of the cluster, are visible after it.
+__device__ __forceinline__ void cluster_barrier(int blocks) {
+    if (blocks == 1) {
         __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
 // Four floats of the shared memory of the cluster's block `rank`, at the address they have in this one's.

@@ -21,7 +21,7 @@ from engine.cuda.device import Device
 from engine.cuda.gemm import WORKSPACE_BYTES, GemmKey, GemmPlanner
 from kernels import q4, q4_gemm
 from kernels.q4 import Q4Tiles, tile_shapes
-from kernels.q4_gemm import CLUSTERS, VARIANTS, Q4GemmPlan, make_plan, pick_plan
+from kernels.q4_gemm import VARIANTS, Q4GemmPlan, pick_plan
 from kernels.skinny import Finish
 from kernels.tensor import DType, Tensor
 
@@ -80,7 +80,7 @@ class Q4Bench(Bench):
                 ]
                 for w in weights
             ]
-            label = f"{rows}×{n}×{k} {plan.variant.expression} ×{plan.cluster} ×{plan.groups}"
+            label = f"{rows}×{n}×{k} {plan.variant.expression} ×{plan.cluster}"
             found.append((self.measure(name, label, calls, moved).microseconds, plan))
         self.release()
         return sorted(found, key=lambda pair: pair[0])
@@ -126,13 +126,14 @@ def plans_for(bench: Q4Bench, name: str, rows: int, n: int, k: int, sweep: str |
     if sweep is None:
         return [pick_plan(limits, rows, width, k, finish)]
     columns = next(c for c in (16, 32, 64) if min(rows, 64) <= c)
-    plans = [
-        make_plan(limits, variant, cluster, rows, width, k, finish)
+    return [
+        Q4GemmPlan(variant, cluster)
         for variant in VARIANTS
         if variant.columns == columns and sweep in variant.expression
-        for cluster in CLUSTERS
+        for cluster in (1, 2, 3, 4, 6, 8)
+        if cluster == 1
+        or cluster * -(-n // (16 * variant.warps)) <= 4 * limits.multiprocessors * variant.resident
     ]
-    return [plan for plan in plans if plan is not None]
 
 
 def main() -> None:

@@ -59,7 +59,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "q4_quantise": ("pppi", q4.q4_quantise),
     "q4_repack": ("pppi", q4.q4_repack),
     "q4_dequantise": ("pppi", q4.q4_dequantise),
-    "q4_gemm": ("ppppiiiiii", q4.q4_gemm),
+    "q4_gemm": ("ppppiiiii", q4.q4_gemm),
     "rope_and_write": ("p" * 16 + "iiiiff", attention.rope),
     "rope_and_quantise": ("p" * 16 + "iiiiiff", attention.rope_and_quantise),
     "attention_step": ("p" * 17 + "iiiiifff", attention.step),

@@ -88,13 +88,11 @@ def q4_gemm(
     k: int,
     finish: int,
     wide: int,
-    sums_offset: int,
 ) -> None:
     """All of y; the grid must cover it."""
     columns, warps = int(kinds[0]), int(kinds[1])
     height = warps * TILE_ROWS // (2 if finish == 2 else 1)
-    assert 1 <= grid[1] <= -(-n // height)
-    assert sums_offset or grid[1] == -(-n // height)
+    assert grid[1] == -(-n // height)
     assert grid[2] == -(-rows // columns)
     assert 1 <= grid[0] <= -(-k // TILE_COLUMNS)
     products = array(x, BF16, rows, k).astype(F32) @ weights(quants, scales, n * (1 + (finish == 2)), k).T
