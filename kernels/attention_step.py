@@ -20,7 +20,7 @@ MAX_GROUP = 16
 MAX_CLUSTER = 8
 """Blocks that every device with clusters can run together."""
 KEYS_PER_BLOCK = 4096
-"""A sequence is long if its blocks would each get more keys than this. One block reads some 50 GB/s on an
+"""A sequence is not long while its blocks get no more keys than this each. One block reads some 50 GB/s on an
 H200: 4,096 keys of 128 in bf16 take it 42 µs, as long as all of 64 rows at context 600."""
 _FIRST_WITH_CLUSTERS = (9, 0)
 _FIRST_WITH_E4M3 = (8, 9)
@@ -111,11 +111,24 @@ def pick_cluster(limits: DeviceLimits, rows: int, n_kv_heads: int, *, long: bool
     return cluster
 
 
-def long_context(limits: DeviceLimits, rows: int, n_kv_heads: int) -> int | None:
-    """Sequences of more tokens are long among so many rows; None: they get as many blocks without that."""
-    has_more = limits.compute_capability >= _FIRST_WITH_CLUSTERS
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """A sequence is long if it has more tokens than this, and more than this share of all rows' tokens."""
+
+    tokens: int
+    share: float
+
+
+def reach(limits: DeviceLimits, rows: int, n_kv_heads: int) -> Reach | None:
+    """Which sequences are long among so many rows; None if none is: they have as many blocks as there may be.
+
+    Such a one is still being read when all others are done. Some two blocks for three multiprocessors read as
+    fast as a whole H200.
+    """
     cluster = pick_cluster(limits, rows, n_kv_heads)
-    return KEYS_PER_BLOCK * cluster if has_more and cluster < MAX_CLUSTER else None
+    if limits.compute_capability < _FIRST_WITH_CLUSTERS or cluster == MAX_CLUSTER:
+        return None
+    return Reach(KEYS_PER_BLOCK * cluster, 1.5 * n_kv_heads * cluster / limits.multiprocessors)
 
 
 def serves(limits: DeviceLimits, kv: DType) -> bool:
@@ -159,7 +172,7 @@ def attention_step(
     k_scales, v_scales  float32 [pages, n_kv_heads], with e4m3; updated as rope_and_write does
     out              bf16 [rows, n_heads, head_dim], n_heads / n_kv_heads ≤ 16
     window           keys a row sees, its own included; None: all before it
-    long             whether a sequence may be longer than long_context; then it merely takes longer
+    long             for rows with a long sequence among them (see Reach): others it merely costs time
     cluster          None: pick_cluster's
 
     With dependent launch, all but heads.qkv and heads.row_scale is read while the launch right before still

@@ -64,7 +64,7 @@ class DecodeRows(_Attention):
     """One token of each of `count` slots: the last that it sampled, at the slot's position."""
 
     def __init__(self, parts: Parts, count: int, *, long: bool = False) -> None:
-        """long: for steps with sequences beyond reach.long_context."""
+        """long: for steps with a long sequence (reach.py)."""
         super().__init__(parts, count)
         self._long = long
         self._row_slot = parts.staging.tensor("decode_slots").rows(0, count)

@@ -16,7 +16,7 @@ from engine.cuda.buckets import pick
 from engine.cuda.buffers import BufferPlan
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Layout
-from engine.cuda.reach import long_context
+from engine.cuda.reach import reach
 from engine.cuda.regions import Region
 from engine.cuda.work import PrefillWork, PromptSpan, SampleKey, SampleWork, StepWork
 from engine.interface import PrefillChunk, StepPlan
@@ -44,7 +44,7 @@ class Stager:
         self.region = Region("staging", _layout(plan))
         self._widths = widths
         self._sizes = sizes
-        self._long_contexts = {width: long_context(plan, width) for width in widths}
+        self._reach = {width: reach(plan, width) for width in widths}
         self._decode_bytes = sum(self.region.span("counts", "decode_slots"))
         self._prefill_bytes = sum(self.region.span("counts", "prompt_alternatives"))
         (self.prompt_rows,) = self.region.layout.reservations["prompt_rows"].shape
@@ -80,10 +80,12 @@ class Stager:
 
     def _decode_work(self, slots: list[int], ledger: Ledger) -> SampleWork:
         work = self._sample_work(slots, ledger)
-        bound = self._long_contexts[work.key.width]
-        if bound is None or ledger.positions(np.array(slots)).max() <= bound:
+        reach = self._reach[work.key.width]
+        if reach is None:
             return work
-        return SampleWork(slots, replace(work.key, long=True))
+        tokens = ledger.positions(np.array(slots))
+        is_long = tokens.max() > max(reach.tokens, reach.share * tokens.sum())
+        return SampleWork(slots, replace(work.key, long=bool(is_long)))
 
     def _prefill(self, chunks: list[PrefillChunk], host: HostArrays, ledger: Ledger) -> PrefillWork:
         slots = [chunk.slot for chunk in chunks]

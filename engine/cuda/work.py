@@ -16,7 +16,7 @@ class SampleKey:
     logprobs: bool
     """Some row wants log-probabilities."""
     long: bool = False
-    """Decoding: some sequence is long for so many rows (reach.long_context)."""
+    """Decoding: some sequence is long for so many rows (reach.py)."""
 
 
 @dataclass(frozen=True, slots=True)

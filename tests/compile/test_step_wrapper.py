@@ -9,9 +9,9 @@ import pytest
 from kernels.attention_step import (
     MAX_CLUSTER,
     attention_step,
-    long_context,
     pick_cluster,
     pick_variant,
+    reach,
     serves,
 )
 from kernels.device import DeviceLimits
@@ -75,8 +75,11 @@ def test_clusters_fill_the_device_and_no_more() -> None:
 
 
 def test_sequences_are_long_where_more_blocks_could_share_them() -> None:
-    assert [long_context(H200, rows, 8) for rows in (1, 4, 8, 64)] == [None, 16384, 8192, 4096]
-    assert long_context(RTX_4090, 64, 8) is None
+    assert [reach(H200, rows, 8) for rows in (1, 2)] == [None, None]
+    found = [reach(H200, rows, 8) for rows in (4, 8, 64)]
+    assert [of and of.tokens for of in found] == [16384, 8192, 4096]
+    assert [of and round(of.share, 2) for of in found] == [0.36, 0.18, 0.09]
+    assert reach(RTX_4090, 64, 8) is None
 
 
 def test_who_goes_this_way() -> None:

@@ -19,14 +19,14 @@ SLOTS = 12
 """Enough that not every row gets the most blocks."""
 
 
-def decoded(load: Load, folder: Path) -> tuple[dict[int, list[int]], int]:
+def decoded(load: Load, folder: Path, longest: int) -> tuple[dict[int, list[int]], int]:
     """Tokens by slot, and how many decode programs it took."""
     engine = load(options(folder, max_sequences=SLOTS, kv_pages=40))
     driver = Driver(engine)
     programs = engine.parts.programs.decode  # type: ignore[attr-defined]
     before = len(programs)
     for slot in range(SLOTS):
-        driver.start(slot, prompt(20 + slot))
+        driver.start(slot, prompt(40 if slot else longest, seed=slot))
     driver.prefill(*range(SLOTS), chunk=8)
     driver.decode(6)
     return dict(driver.tokens), len(programs) - before
@@ -36,8 +36,9 @@ def test_a_long_sequence_among_others(
     tmp_path: Path, load_twin: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint(tmp_path)
-    short, none_more = decoded(load_twin, tmp_path)
+    alike, none_more = decoded(load_twin, tmp_path, 150)
     monkeypatch.setattr(attention_step, "KEYS_PER_BLOCK", 8)
-    mixed, one_more = decoded(load_twin, tmp_path)
-    assert mixed == short
+    mixed, one_more = decoded(load_twin, tmp_path, 150)
+    assert mixed == alike
     assert (none_more, one_more) == (0, 1), "the program for long sequences is made when it is first needed"
+    assert decoded(load_twin, tmp_path, 40)[1] == 0, "sequences of a size need it not, however long they are"
