@@ -19,6 +19,7 @@ TESTS = sorted((ROOT / "tests" / "gpu").glob("test_kernel_*.py"))
 PYTEST = [sys.executable, "-m", "pytest", f"--confcutdir={ROOT / 'tests' / 'gpu'}", "-p", "no:cacheprovider"]
 SANITIZED = (
     "(test_decode and 128 and 7 and 100) or test_decode_scale or (test_prefill_ragged and 64 and heads2) "
+    "or (test_step and 100-7-128) or (test_clusters and (256-64-4 or 64-64-8)) "
     "or (test_prefill_e4m3 and 64 and heads1) or (test_prefill_variants and 64-4-2 and 100) "
     "or test_slot_control or (test_sampling and 5001) or (test_logprobs and 4096) or test_bad_logits "
     "or (rope and heads0 and 17) or (rope and heads4 and 300) or test_embed or (test_add_rms and 576) "
