@@ -21,6 +21,7 @@ from engine.cuda.memory import Arena, Layout
 from engine.interface import PAGE_SIZE, pages_for
 from kernels.attention_decode import DecodePlan, DecodeShape, DecodeWorkspace, max_splits, min_split_pages
 from kernels.attention_prefill import PrefillVariant, pick_variant
+from kernels.attention_step import serves
 from kernels.device import DeviceLimits
 from kernels.logprobs import parts_shape
 from kernels.sampling import SampleScratch, SampleShape
@@ -139,8 +140,9 @@ class BufferPlan:
         self.ropes = {rope_key(mixer): mixer for mixer in self.mixers}
         self._rope_prefixes = {key: f"rope.{i}." for i, key in enumerate(self.ropes)}
         self.tile_classes = tuple(dict.fromkeys(tile_class(limits, mixer) for mixer in self.mixers))
-        self._decode_shapes = {_heads(mixer): self._decode_shape(mixer) for mixer in self.mixers}
-        self._decode_plans = {self.plan_key(mixer): self._decode_shape(mixer) for mixer in self.mixers}
+        split = [] if serves(limits, sizes.kv) else self.mixers
+        self._decode_shapes = {_heads(mixer): self._decode_shape(mixer) for mixer in split}
+        self._decode_plans = {self.plan_key(mixer): self._decode_shape(mixer) for mixer in split}
 
     def reserve(self, layout: Layout) -> None:
         """Everything but the KV pages."""

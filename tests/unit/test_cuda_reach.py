@@ -1,7 +1,8 @@
-"""Decode steps with a long sequence among others take a program of their own, and give the same tokens."""
+"""Ways to decode that give the same tokens: a long sequence among others, and a device without clusters."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ pytest.importorskip("nvmath")
 from kernels import attention_step
 from tests.cuda_scenarios import Load, checkpoint, options, prompt
 from tests.parity.reference_driver import Driver
-from tests.unit.cuda_twin import load_twin
+from tests.unit.cuda_twin import HOPPER, HostDevice, HostLibrary, load_twin
 
 __all__ = ["load_twin"]
 SLOTS = 12
@@ -42,3 +43,16 @@ def test_a_long_sequence_among_others(
     assert mixed == alike
     assert (none_more, one_more) == (0, 1), "the program for long sequences is made when it is first needed"
     assert decoded(load_twin, tmp_path, 40)[1] == 0, "sequences of a size need it not, however long they are"
+
+
+def test_a_device_without_clusters(tmp_path: Path, load_twin: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes in three launches a layer, over lists of splits."""
+    checkpoint(tmp_path)
+    with_clusters, _ = decoded(load_twin, tmp_path, 150)
+    asked_before = len(HostLibrary.names)
+    monkeypatch.setattr(HostDevice, "limits", replace(HOPPER, compute_capability=(8, 0)))
+    without, programs = decoded(load_twin, tmp_path, 150)
+    asked = {name.partition("<")[0] for name in HostLibrary.names[asked_before:]}
+    assert {"plan_decode", "attention_decode", "merge_splits"} <= asked
+    assert "attention_step" not in asked
+    assert (without, programs) == (with_clusters, 0)
