@@ -137,6 +137,7 @@ def _repeat(engine: CudaEngine, tensor: Tensor, pattern: NDArray[np.uint8]) -> N
 
     done = min(pattern.nbytes, tensor.bytes)
     driver.cuMemcpyHtoD(tensor.address, pattern.ctypes.data, done)
+    engine.parts.device.synchronize()  # the engine's stream does not wait for this copy's
     while done < tensor.bytes:
         count = min(done, tensor.bytes - done)
         engine.parts.stream.copy_on_device(tensor.address + done, tensor.address, count)
