@@ -176,6 +176,7 @@ class _Loading:
                     check(
                         driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes), "copying rope"
                     )
+            self._device.synchronize()  # no stream of ours waits for these copies
         return report
 
     def _copy_weights(self, arena: Arena) -> LoadReport:

@@ -76,7 +76,7 @@ def _pages(bench: Bench, pages: int, kv: DType) -> dict[str, Tensor]:
         found[f"{name}_pages"] = tensor = bench.gpu.empty(shape, kv)
         for done in range(0, tensor.bytes, noise.bytes):
             size = min(noise.bytes, tensor.bytes - done)
-            check(driver.cuMemcpyDtoD(tensor.address + done, noise.address, size))
+            check(driver.cuMemcpyDtoDAsync(tensor.address + done, noise.address, size, bench.gpu.stream))
         exponents = bench.rng.integers(-7, -5, (pages, N_KV_HEADS))
         found[f"{name}_scales"] = bench.gpu.upload(np.exp2(exponents).astype(np.float32))
     return found

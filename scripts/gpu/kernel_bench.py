@@ -84,7 +84,8 @@ class Bench:
         done = 0
         while done < tensor.bytes:
             part = min(tensor.bytes - done, self.noise.bytes)
-            check(driver.cuMemcpyDtoD(tensor.address + done, self.noise.address, part))
+            source = self.noise.address
+            check(driver.cuMemcpyDtoDAsync(tensor.address + done, source, part, self.gpu.stream))
             done += part
         return tensor
 

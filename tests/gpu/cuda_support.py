@@ -43,6 +43,7 @@ class Memory:
         tensor = self.empty(array.shape, dtype)
         array = np.ascontiguousarray(array)
         check(driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes), "uploading")
+        self.device.synchronize()  # the tests' streams do not wait for the copy
         return tensor
 
     def download(self, tensor: Tensor) -> np.ndarray[Any, Any]:

@@ -61,7 +61,8 @@ class Gpu:
         tensor = Tensor(0, tuple(int(n) for n in shape), dtype)
         address = int(check(driver.cuMemAlloc(max(16, tensor.bytes))))
         self._allocated.append(address)
-        check(driver.cuMemsetD8(address, fill, max(16, tensor.bytes)))
+        # In the launches' own stream, which does not wait for others.
+        check(driver.cuMemsetD8Async(address, fill, max(16, tensor.bytes), self.stream))
         return dataclasses.replace(tensor, address=address)
 
     def upload(self, array: np.ndarray) -> Tensor:
@@ -69,14 +70,15 @@ class Gpu:
         array = np.ascontiguousarray(array)
         tensor = self.empty(array.shape, _DTYPES[array.dtype])
         if array.nbytes:
-            check(driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes))
+            self.write(tensor, array)
         return tensor
 
     def write(self, tensor: Tensor, array: np.ndarray) -> None:
         """Overwrites a buffer."""
         array = np.ascontiguousarray(array)
         assert array.nbytes == tensor.bytes
-        check(driver.cuMemcpyHtoD(tensor.address, array.ctypes.data, array.nbytes))
+        check(driver.cuMemcpyHtoDAsync(tensor.address, array.ctypes.data, array.nbytes, self.stream))
+        self.synchronize()
 
     def download(self, tensor: Tensor) -> np.ndarray:
         """A host copy, after all work is done."""
