@@ -16,6 +16,7 @@ from kernels import (
     rope,
     sampling,
     skinny,
+    skinny_rows,
     skinny_stream,
     slots,
 )
@@ -26,7 +27,7 @@ FAMILIES: dict[str, tuple[CompileUnit, ...]] = {
     "rope": rope.UNITS,
     "activation": activation.UNITS,
     "fp8": fp8.UNITS,
-    "skinny": (*skinny.UNITS, *skinny_stream.UNITS),
+    "skinny": (*skinny.UNITS, *skinny_stream.UNITS, *skinny_rows.UNITS),
     "q4": (*q4.UNITS, *q4_gemm.UNITS),
     "embedding": embedding.UNITS,
     "attention_decode": attention_decode.UNITS,

@@ -1,5 +1,6 @@
 """Matrix products of at most 8 rows with weights in bf16, FP8 or q4_0, fused with the norm before and what
-follows: a residual add, or SwiGLU (skinny.cu; one row of q4_0 on Hopper: skinny_stream.cu).
+follows: a residual add, or SwiGLU (skinny.cu; on Hopper one row of q4_0: skinny_stream.cu, more rows of bf16:
+skinny_rows.cu).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kernels.fused import Finish as Finish
 from kernels.fused import FusedNorm as FusedNorm
 from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
 from kernels.q4 import Q4Tiles, tile_shapes
+from kernels.skinny_rows import pick_rows, skinny_rows
 from kernels.skinny_stream import pick_stream, skinny_stream
 from kernels.tensor import DType, Tensor, expect
 
@@ -290,6 +292,10 @@ def skinny_product(
         stream = pick_stream(limits, n, k, y.dtype, finish, norm is not None)
         if stream is not None:
             return skinny_stream(library, limits, stream, x=x, weight=weight, y=y, norm=norm)
+    if variant is None and isinstance(weight, Tensor) and norm is None:
+        streamed = pick_rows(limits, rows, n, k, y.dtype, finish)
+        if streamed is not None:
+            return skinny_rows(library, limits, streamed, x=x, weight=weight, y=y)
     if variant is None:
         variant = pick_variant(limits, rows, height, k, y.dtype, finish, norm is not None, kind_of(weight))
     shared_bytes = variant.shared_bytes(rows, k)

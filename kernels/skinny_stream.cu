@@ -84,19 +84,6 @@ __device__ __forceinline__ void store_digits(uint32 target, const uint4& x, floa
     }
 }
 
-// A place in a ring and how often it has been passed, odd or even.
-struct Place {
-    int stage = 0;
-    uint32 parity = 0;
-
-    __device__ __forceinline__ void advance(int stages) {
-        if (++stage == stages) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
 // Where things lie in shared memory: the ring, its barriers, x of each warp, then two turns' sums and squares.
 template <int kWarps, int kStageBytes, int kWarpDigits>
 struct Layout {
@@ -120,7 +107,7 @@ __device__ __forceinline__ void stream(const Memory& memory, const unsigned char
                                        const unsigned char* scales, int first, int last, int units, int steps,
                                        int stages) {
     constexpr int kStageBytes = kPieceTiles * kTileBytes;
-    Place place;
+    RingPlace place;
 #pragma unroll 1
     for (int group = first * kGroups; group < last * kGroups; ++group) {
         const int64 row = int64(group / kGroups + group % kGroups * units) * steps;
@@ -278,7 +265,7 @@ __global__ void __launch_bounds__(kWarps * 32 + 32, 2)
     uint32 nibbles = 0xf0f0f0f0u;
     asm volatile("" : "+r"(nibbles));  // kept in a register: it was moved there again for each tile
 
-    Place place;
+    RingPlace place;
     int in_batch = 0;
     int turn = 0;
 #pragma unroll 1

@@ -56,6 +56,19 @@ __device__ __forceinline__ void copy_bulk(uint32 target, const void* source, int
         : "memory");
 }
 
+// A place in a ring and how often it has been passed, odd or even.
+struct RingPlace {
+    int stage = 0;
+    uint32 parity = 0;
+
+    __device__ __forceinline__ void advance(int stages) {
+        if (++stage == stages) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
 #endif
 
 }  // namespace slipstream

@@ -25,7 +25,7 @@ SANITIZED = (
     "or (rope and heads0 and 17) or (rope and heads4 and 300) or test_embed or (test_add_rms and 576) "
     "or quantises or (gated and (264 or 12288-silu)) or (raw_sums and 576) or (rows_are_quantised and 576) "
     "or test_unit_vectors or (few_rows and swiglu and normed) "
-    "or (stream_of_one_row and (48-96 or 32-14336)) "
+    "or (stream_of_one_row and (48-96 or 32-14336)) or (stream_of_rows and (48-96 or 304-4096)) "
     "or (q4 and 64-160) or (q4_gemm_variants and -2-)"
 )
 """A case of every kernel: the sanitizer runs each some twenty times slower."""

@@ -56,6 +56,7 @@ _TWINS: dict[str, tuple[str, Callable[..., None] | None]] = {
     "quantise_rows": ("pppi", fp8.quantise),
     "skinny_product": ("pppppiiiff", rows.skinny),
     "skinny_stream": ("pppppiiiiiiff", rows.stream),
+    "skinny_rows": ("pppiiiiiiii", rows.stream_rows),
     "q4_quantise": ("pppi", q4.q4_quantise),
     "q4_repack": ("pppi", q4.q4_repack),
     "q4_dequantise": ("pppi", q4.q4_dequantise),

@@ -184,3 +184,28 @@ def stream(
     assert (stages > 0, 0 < batch <= 2 * warps) == (True, True)
     shared = (x, quants, scales, gains, y)
     skinny(grid, ["Q4Weights", out, finish, norm, "1"], *shared, 1, n, k, epsilon, offset)
+
+
+def stream_rows(
+    grid: Any,
+    kinds: list[str],
+    x: int,
+    weights: int,
+    y: int,
+    rows: int,
+    shift: int,
+    n: int,
+    k: int,
+    each: int,
+    extra: int,
+    stages: int,
+    batch: int,
+) -> None:
+    """Several rows of bf16: skinny's answer, from blocks that stay."""
+    finish, warps, steps = kinds[0], int(kinds[1]), int(kinds[2])
+    assert grid[0] * each + extra == n // 16
+    assert 0 <= extra < grid[0]
+    assert k <= 32 * warps * steps
+    assert rows <= 1 << shift
+    assert (stages > 0, 0 < batch << (4 + shift) <= 32 * warps) == (True, True)
+    skinny(grid, ["Bf16Weights", "bf16", finish, "false", "8"], x, weights, 0, 0, y, rows, n, k, 0.0, 0.0)

@@ -15,6 +15,7 @@ from engine.cuda import loading, staging
 from engine.cuda.settings import SUITED_SIZES
 from engine.interface import Sampling
 from engine.options import EngineOptions, Precision
+from kernels import skinny_rows
 from scripts.tiny_gguf import write_gguf
 from tests.cuda_scenarios import (
     FAMILIES,
@@ -24,6 +25,7 @@ from tests.cuda_scenarios import (
     a_family_has_the_logprobs_of_the_reference,
     assert_close,
     checkpoint,
+    decoded_logprobs_are_those_of_the_reference,
     family_cases,
     logprobs_are_those_of_the_reference,
     options,
@@ -32,7 +34,7 @@ from tests.cuda_scenarios import (
 )
 from tests.parity.families import Case
 from tests.parity.reference_driver import Driver
-from tests.unit.cuda_twin import SETTINGS, load_twin
+from tests.unit.cuda_twin import SETTINGS, HostLibrary, load_twin
 from tests.weight_tiers import GGUF_CONFIG, publish_fp8
 
 __all__ = ["load_twin"]
@@ -46,6 +48,15 @@ def test_logprobs_are_those_of_the_reference(tmp_path: Path, load_twin: Load, fa
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_scenario(tmp_path: Path, load_twin: Load, scenario: object) -> None:
     scenario(load_twin, tmp_path)  # type: ignore[operator]
+
+
+def test_several_rows_are_streamed(tmp_path: Path, load_twin: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where weights are large enough, which here all are."""
+    monkeypatch.setattr(skinny_rows, "LEAST_BYTES", 0)
+    HostLibrary.names.clear()
+    decoded_logprobs_are_those_of_the_reference(load_twin, tmp_path)
+    names = {name.partition(",")[0] for name in HostLibrary.names if name.startswith("skinny_rows")}
+    assert names == {f"skinny_rows<{finish}" for finish in range(3)}
 
 
 @pytest.mark.parametrize("case", family_cases(), ids=lambda case: case.id)
