@@ -30,7 +30,9 @@ ARCHITECTURES = ("sm_80", "sm_90a", "sm_100a")
 """What every kernel must compile for."""
 
 _CACHE_FORMAT = 2
-_BASE_OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device")
+_BASE_OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-default-device", "--no-cache")
+"""Where there is a GPU, NVRTC keeps what it compiled in the driver's cache and, when it finds it there, does
+not report resources. Our cache makes that one superfluous."""
 
 Progress = Callable[[str, int, int], None]
 """Called after each unit with its name, how many are done, and how many there are."""
@@ -245,9 +247,19 @@ def _compile(unit: CompileUnit, arch: str) -> CompiledUnit:
         _check(nvrtc.nvrtcGetCUBIN(program, cubin), unit.name)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    by_symbol = parse_resource_log(log)
-    resources = {expression: by_symbol[symbol] for expression, symbol in lowered.items()}
+    resources = _resources(unit, lowered, parse_resource_log(log))
     return CompiledUnit(unit, arch, bytes(cubin), lowered, resources, False, time.perf_counter() - started)
+
+
+def _resources(
+    unit: CompileUnit, lowered: dict[str, str], by_symbol: dict[str, KernelResources]
+) -> dict[str, KernelResources]:
+    """By expression. Raises KernelError for a kernel that ptxas has not reported on."""
+    if missing := [expression for expression, symbol in lowered.items() if symbol not in by_symbol]:
+        raise KernelError(
+            f"NVRTC compiled {', '.join(missing)} of kernels/{unit.source} without a report of its resources"
+        )
+    return {expression: by_symbol[symbol] for expression, symbol in lowered.items()}
 
 
 _ENTRY = re.compile(r"Compiling entry function '(\w+)'")

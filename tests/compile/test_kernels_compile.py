@@ -83,6 +83,14 @@ def test_an_error_tells_the_file_and_the_compilers_words(tmp_path: Path) -> None
     assert "no_such_kernel" in caught.value.log
 
 
+def test_a_compiler_that_does_not_report_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "_program_log", lambda program: "")
+    with pytest.raises(
+        KernelError, match=r"gated_activation<false, false> of kernels/activation\.cu without"
+    ):
+        compile_unit(SMALL, "sm_90a", cache_folder=None)
+
+
 def test_progress_counts_every_unit(tmp_path: Path) -> None:
     units = [SMALL, dataclasses.replace(SMALL, expressions=("gated_activation<true, false>",))]
     seen: list[tuple[int, int]] = []
