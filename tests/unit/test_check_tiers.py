@@ -36,5 +36,5 @@ def test_another_rounding_than_the_tiers_own_is_seen(tmp_path: Path, load_twin: 
     def load_without(options: EngineOptions) -> Engine:
         return load_twin(replace(options, precision=Precision.BF16))
 
-    with pytest.raises(AssertionError, match="'q4', {'prefill': 0.2"):
+    with pytest.raises(AssertionError, match=r"'q4', \{'prefill': 0\.2"):
         check_tiers.tier_errors(load_without, tmp_path, "q4")
