@@ -25,6 +25,12 @@ class DeviceLimits:
         """The compile target, such as "sm_90a"."""
         return architecture_for(*self.compute_capability)
 
+    def expect_shared(self, kernel: str, size: int) -> None:
+        """Raises ValueError unless a block can have so many bytes of dynamic shared memory."""
+        if size > self.shared_bytes_per_block:
+            most = self.shared_bytes_per_block
+            raise ValueError(f"{kernel}: {size} B of shared memory for a block; the device has {most}")
+
 
 _Attribute = driver.CUdevice_attribute
 _ATTRIBUTES = (

@@ -299,6 +299,7 @@ def skinny_product(
     if variant is None:
         variant = pick_variant(limits, rows, height, k, y.dtype, finish, norm is not None, kind_of(weight))
     shared_bytes = variant.shared_bytes(rows, k)
+    limits.expect_shared(variant.expression, shared_bytes)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     gains, epsilon, offset = (norm.gains, norm.epsilon, norm.offset) if norm else (None, 0.0, 0.0)
     arguments = (x, values, scales, gains, y, i32(rows), i32(n), i32(k), f32(epsilon), f32(offset))

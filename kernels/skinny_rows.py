@@ -95,12 +95,19 @@ class RowsVariant:
         pieces = most * self.groups * -(-2 * k // shape.piece_bytes)
         shift = (rows - 1).bit_length()
         batch = min(most, MOST_BATCH, shape.warps * 32 >> (4 + shift))
-        return RowsSplit(blocks, units // blocks, units % blocks, min(pieces, shape.stages), batch, shift)
+        stages = min(pieces, shape.stages)
+        # 6 stages of 16 warps and two batches of two groups of 8 rows would be 3 KB more than Hopper has.
+        room = limits.shared_bytes_per_block - stages * shape.stage_bytes
+        batch = max(1, min(batch, room // self._batch_bytes(shift)))
+        return RowsSplit(blocks, units // blocks, units % blocks, stages, batch, shift)
 
     def shared_bytes(self, split: RowsSplit) -> int:
         """Of a block: the ring and its barriers, and two batches' sums."""
-        sums = 2 * split.batch * (self.groups * self.shape.warps * _GROUP << split.shift)
-        return split.stages * self.shape.stage_bytes + 4 * sums
+        return split.stages * self.shape.stage_bytes + split.batch * self._batch_bytes(split.shift)
+
+    def _batch_bytes(self, shift: int) -> int:
+        """Of the float32 sums of a group (with SWIGLU of two), twice: one is written as the other is read."""
+        return 2 * 4 * (self.groups * self.shape.warps * _GROUP << shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +165,13 @@ def skinny_rows(
     x       bf16 [rows ≤ 8, k], k ≤ most_k
     weight  bf16 [n, k], with SWIGLU [2 · n, k], gates first
     y       bf16 [rows, n]
+
+    Raises ValueError for a variant that the device has too little shared memory for.
     """
     (rows, n), k = y.shape, x.shape[1]
     split = variant.split(limits, rows, n, k)
     shared_bytes = variant.shared_bytes(split)
+    limits.expect_shared(variant.expression, shared_bytes)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     numbers = (rows, split.shift, n, k, split.each, split.extra, split.stages, split.batch)
     grid, block = Dim3(split.blocks), Dim3(variant.shape.warps * 32 + 32)

@@ -165,10 +165,13 @@ def skinny_stream(
     x       bf16 [1, k], k ≤ most_k; normalised first if the variant has a norm
     weight  [n, k], with SWIGLU [2 · n, k], gates first
     y       [1, n] of the variant's type
+
+    Raises ValueError for a variant that the device has too little shared memory for.
     """
     n, k = y.shape[1], x.shape[1]
     split = variant.split(limits, n, k)
     shared_bytes = variant.shared_bytes(split)
+    limits.expect_shared(variant.expression, shared_bytes)
     kernel = library.kernel(SOURCE, variant.expression, dynamic_shared_bytes=shared_bytes)
     gains, epsilon, offset = (norm.gains, norm.epsilon, norm.offset) if norm else (None, 0.0, 0.0)
     buffers = (x, weight.quants, weight.scales, gains, y)

@@ -55,6 +55,16 @@ def test_a_long_k_has_a_kernel_only_with_the_residual_add() -> None:
     assert pick_rows(H200, 8, 2048, 6176, DType.BF16, Finish.ADD) is None
 
 
+def test_sums_give_way_where_ring_and_sums_do_not_fit() -> None:
+    """More groups than blocks: two batches of two groups of 8 rows would be 3168 B too many."""
+    variant = pick_rows(H200, 8, 2560, 6144, DType.BF16, Finish.ADD)
+    assert variant is not None
+    for rows, batch in ((4, 2), (8, 1)):
+        split = variant.split(H200, rows, 2560, 6144)
+        assert (split.stages, split.batch) == (variant.shape.stages, batch)
+        assert variant.shared_bytes(split) <= H200.shared_bytes_per_block
+
+
 def test_others_do_not_stream() -> None:
     for limits in (A100, B200, replace(H200, shared_bytes_per_block=48 << 10)):
         assert pick_rows(limits, 8, 4096, 2048, DType.BF16, Finish.STORE) is None
