@@ -85,9 +85,7 @@ def test_an_error_tells_the_file_and_the_compilers_words(tmp_path: Path) -> None
 
 def test_a_compiler_that_does_not_report_resources(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "_program_log", lambda program: "")
-    with pytest.raises(
-        KernelError, match=r"activation<false, false> of kernels/activation\.cu without"
-    ):
+    with pytest.raises(KernelError, match=r"activation<false, false> of kernels/activation\.cu without"):
         compile_unit(SMALL, "sm_90a", cache_folder=None)
 
 
