@@ -57,6 +57,24 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+BROKEN_CONTEXT = frozenset(
+    int(code)
+    for code in (
+        driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
+        driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,
+        driver.CUresult.CUDA_ERROR_LAUNCH_TIMEOUT,
+        driver.CUresult.CUDA_ERROR_MISALIGNED_ADDRESS,
+        driver.CUresult.CUDA_ERROR_ILLEGAL_INSTRUCTION,
+        driver.CUresult.CUDA_ERROR_INVALID_ADDRESS_SPACE,
+        driver.CUresult.CUDA_ERROR_INVALID_PC,
+        driver.CUresult.CUDA_ERROR_HARDWARE_STACK_ERROR,
+        driver.CUresult.CUDA_ERROR_ASSERT,
+        driver.CUresult.CUDA_ERROR_ECC_UNCORRECTABLE,
+        driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE,
+    )
+)
+"""Once work has failed so, every call of its context does: nothing there can be freed, nor need be."""
+
 _MOST_DYNAMIC = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _SHARED_SHARE = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 """Percent of a multiprocessor's memory, as a wish."""
@@ -243,11 +261,17 @@ class KernelLibrary:
         return Kernel(expression, int(function), self._dependent_launch)
 
     def close(self) -> None:
-        """Unloads the modules. Launches and graphs made of them must be gone. Idempotent."""
+        """Unloads the modules. Launches and graphs made of them must be gone. Idempotent.
+
+        Silent in a context that earlier work has broken. Raises KernelError, once all have been tried.
+        """
         self._kernels.clear()
+        results = []
         while self._modules:
-            _, module = self._modules.popitem()
-            _check(driver.cuModuleUnload(module), "module unload")
+            results.append(driver.cuModuleUnload(self._modules.popitem()[1]))
+        for result in results:
+            if int(result[0]) not in BROKEN_CONTEXT:
+                _check(result, "module unload")
 
 
 def _check(result: tuple[Any, ...], what: str) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.interface import EngineError
 from kernels.device import DeviceLimits, query_limits
 from kernels.errors import KernelError
-from kernels.launch import error_text
+from kernels.launch import BROKEN_CONTEXT, error_text
 
 OLDEST_CAPABILITY = (8, 0)
 """bf16 tensor cores and cp.async."""
@@ -54,6 +54,14 @@ def check(result: Any, what: str) -> Any:
     if not values:
         return None
     return values[0] if len(values) == 1 else tuple(values)
+
+
+def check_freed(result: Any, what: str) -> None:
+    """As check, of a call that gives something back. Silent in a context that earlier work has broken:
+    whoever waits for that work is told, and this call would only tell it again.
+    """
+    if int(result[0]) not in BROKEN_CONTEXT:
+        check(result, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +179,9 @@ class Event:
 
     def close(self) -> None:
         """Idempotent."""
-        if self.handle:
-            check(driver.cuEventDestroy(self.handle), "destroying an event")
-            self.handle = 0
+        handle, self.handle = self.handle, 0
+        if handle:
+            check_freed(driver.cuEventDestroy(handle), "destroying an event")
 
 
 class Stream:
@@ -214,9 +222,9 @@ class Stream:
 
     def close(self) -> None:
         """Idempotent."""
-        if self.handle:
-            check(driver.cuStreamDestroy(self.handle), "destroying a stream")
-            self.handle = 0
+        handle, self.handle = self.handle, 0
+        if handle:
+            check_freed(driver.cuStreamDestroy(handle), "destroying a stream")
 
 
 class PinnedBuffer:
@@ -242,10 +250,10 @@ class PinnedBuffer:
 
     def close(self) -> None:
         """Idempotent. Views must not be used any more."""
-        if self.address:
+        address, self.address = self.address, 0
+        if address:
             self.bytes = np.empty(0, np.uint8)
-            check(driver.cuMemFreeHost(self.address), "freeing pinned memory")
-            self.address = 0
+            check_freed(driver.cuMemFreeHost(address), "freeing pinned memory")
 
 
 class Device:
@@ -268,8 +276,12 @@ class Device:
         summary = choose_gpu(index)
         handle = check(driver.cuDeviceGet(index), f"opening GPU {index}")
         context = check(driver.cuDevicePrimaryCtxRetain(handle), f"creating a context on GPU {summary}")
-        check(driver.cuCtxSetCurrent(context), "making the context current")
-        return cls(summary, handle, context)
+        try:
+            check(driver.cuCtxSetCurrent(context), "making the context current")
+            return cls(summary, handle, context)
+        except BaseException:
+            driver.cuDevicePrimaryCtxRelease(handle)
+            raise
 
     def make_current(self) -> None:
         """Lets the calling thread use this GPU."""
@@ -292,7 +304,8 @@ class Device:
         return int(check(driver.cuMemAlloc(max(size, 1)), f"allocating {size} B on GPU {self.index}"))
 
     def free(self, address: int) -> None:
-        check(driver.cuMemFree(address), "freeing device memory")
+        """Waits for what uses it."""
+        check_freed(driver.cuMemFree(address), "freeing device memory")
 
     @contextmanager
     def temporary(self, size: int) -> Iterator[int]:
@@ -311,4 +324,4 @@ class Device:
         """Lets go of the context; streams, events and memory must be gone. Idempotent."""
         if self._context is not None:
             self._context = None
-            check(driver.cuDevicePrimaryCtxRelease(self._handle), "closing the context")
+            check_freed(driver.cuDevicePrimaryCtxRelease(self._handle), "closing the context")

@@ -18,6 +18,7 @@ from engine.cuda.device import Device, Stream, check
 from engine.cuda.gemm import GemmPlanner
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Arena
+from engine.cuda.owned import Owned
 from engine.cuda.programs import Programs
 from engine.cuda.slot_state import SlotControl
 from engine.cuda.staging import Stager
@@ -102,14 +103,12 @@ class CudaEngine(Engine):
         if parts is None or self._broken is not None:  # a broken context frees nothing; the process is to end
             return
         parts.device.make_current()
-        parts.device.synchronize()
-        parts.programs.close()
-        parts.flights.close()
-        parts.planner.close()
-        parts.library.close()
-        parts.arena.close()
-        parts.stream.close()
-        parts.device.close()
+        with Owned() as made:
+            for part in (parts.device, parts.stream, parts.arena, parts.library, parts.planner):
+                made.add(part)
+            made.add(parts.flights)
+            made.add(parts.programs)
+            parts.device.synchronize()
 
     def _change_slots(self, parts: EngineParts, plan: StepPlan, flight: Flight) -> StepWork:
         """New sequences, positions and pages, and the lists of the step's rows."""

@@ -14,6 +14,7 @@ from engine.cuda.gemm_cache import GemmCache, Tuned, default_cache_folder
 from engine.cuda.gemm_key import Epilogue, GemmKey
 from engine.cuda.gemm_plan import WORKSPACE_BYTES, Gemm, GemmPlan
 from engine.cuda.gemm_tuning import Tuner, scratch_bytes
+from engine.cuda.owned import Owned
 from kernels.tensor import DType, Tensor
 
 __all__ = [
@@ -92,18 +93,16 @@ class GemmPlanner:
     def _tune(
         self, keys: Sequence[GemmKey], scratch: Tensor, progress: Callable[[float], None] | None
     ) -> None:
-        tuner = Tuner(self.device, self.library, scratch, WORKSPACE_BYTES)
-        try:
+        with Owned() as made:
+            if self.cache is not None:
+                made.then(self.cache.save)
+            tuner = made.add(Tuner(self.device, self.library, scratch, WORKSPACE_BYTES))
             for done, key in enumerate(keys, start=1):
                 self._tuned[key] = tuned = tuner.tune(key)
                 if self.cache is not None:
                     self.cache.put(key, tuned)
                 if progress is not None:
                     progress(done / len(keys))
-        finally:
-            tuner.close()
-            if self.cache is not None:
-                self.cache.save()
 
     def _is_known(self, key: GemmKey) -> bool:
         product = Product(key)

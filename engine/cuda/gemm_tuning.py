@@ -20,12 +20,13 @@ from cuda.bindings import driver
 from numpy.typing import NDArray
 
 from engine.cuda.cublaslt import DETERMINISTIC_REDUCTIONS, Algorithm, Library, Product
-from engine.cuda.device import CudaError, Device, Event, Stream, check
+from engine.cuda.device import CudaError, Device, Event, Stream, check, check_freed
 from engine.cuda.gemm_cache import Tuned
 from engine.cuda.gemm_key import Epilogue, GemmKey
 from engine.cuda.gemm_plan import Gemm, GemmPlan
 from engine.cuda.memory import aligned
 from engine.quantization.fp8 import E4M3_MAX
+from kernels.launch import BROKEN_CONTEXT
 from kernels.tensor import DType, Tensor
 
 CANDIDATES = 32
@@ -53,17 +54,6 @@ _NUMPY_TYPES: dict[DType, Any] = {
     DType.E4M3: ml_dtypes.float8_e4m3fn,
     DType.F32: np.float32,
 }
-_FATAL = frozenset(
-    int(code)
-    for code in (
-        driver.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,
-        driver.CUresult.CUDA_ERROR_LAUNCH_FAILED,
-        driver.CUresult.CUDA_ERROR_MISALIGNED_ADDRESS,
-        driver.CUresult.CUDA_ERROR_ILLEGAL_INSTRUCTION,
-        driver.CUresult.CUDA_ERROR_DEVICE_UNAVAILABLE,
-    )
-)
-"""After these the context is gone, and so is every other candidate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +134,7 @@ class Tuner:
                     times += [self._replay(graph) for _ in range(_TRIES - 1)]
                 return statistics.median(times)
         except CudaError as error:
-            if error.status in _FATAL:
+            if error.status in BROKEN_CONTEXT:  # which takes every other candidate with it
                 raise
             return None
 
@@ -271,7 +261,7 @@ class _Graph:
         check(driver.cuGraphLaunch(self._executable, self._stream.handle), "launching a graph")
 
     def close(self) -> None:
-        check(driver.cuGraphExecDestroy(self._executable), "destroying a graph")
+        check_freed(driver.cuGraphExecDestroy(self._executable), "destroying a graph")
 
 
 def _noise(spread: float, dtype: DType) -> NDArray[Any]:

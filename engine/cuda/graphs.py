@@ -6,11 +6,12 @@ Nothing that a graph's calls touch may be freed or moved while it lives.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from cuda.bindings import driver
 
-from engine.cuda.device import Stream, check
+from engine.cuda.device import Stream, check, check_freed
+from engine.cuda.owned import Owned
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -29,20 +30,15 @@ class Graph:
     def __init__(self, stream: Stream, calls: Sequence[Callable[[int], None]]) -> None:
         """Captures; runs nothing. Raises CudaError, KernelLaunchError."""
         self._stream = stream.handle
-        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        check(driver.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
-        try:
-            for call in calls:
-                call(stream.handle)
-        finally:
-            ended = driver.cuStreamEndCapture(stream.handle)
-        graph = check(ended, "ending a capture")
-        try:
+        with Owned() as made:
+            graph = _captured(stream, calls)
+            made.then(lambda: check_freed(driver.cuGraphDestroy(graph), "destroying a graph"))
             self.nodes = int(check(driver.cuGraphGetNodes(graph), "counting a graph's nodes")[1])
             self._executable = check(driver.cuGraphInstantiate(graph, 0), "instantiating a graph")
-            check(driver.cuGraphUpload(self._executable, stream.handle), "uploading a graph")
-        finally:
-            check(driver.cuGraphDestroy(graph), "destroying a graph")
+            with Owned() as uploaded:
+                uploaded.add(self)
+                check(driver.cuGraphUpload(self._executable, stream.handle), "uploading a graph")
+                uploaded.release()
 
     def launch(self) -> None:
         """Enqueues a replay."""
@@ -50,9 +46,24 @@ class Graph:
 
     def close(self) -> None:
         """Idempotent; its replays must be over."""
-        if self._executable is not None:
-            check(driver.cuGraphExecDestroy(self._executable), "destroying a graph")
-            self._executable = None
+        executable, self._executable = self._executable, None
+        if executable is not None:
+            check_freed(driver.cuGraphExecDestroy(executable), "destroying a graph")
+
+
+def _captured(stream: Stream, calls: Sequence[Callable[[int], None]]) -> Any:
+    """A CUgraph of the calls."""
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    check(driver.cuStreamBeginCapture(stream.handle, mode), "starting a capture")
+    try:
+        for call in calls:
+            call(stream.handle)
+    except BaseException:
+        status, unfinished = driver.cuStreamEndCapture(stream.handle)
+        if not int(status):
+            driver.cuGraphDestroy(unfinished)
+        raise
+    return check(driver.cuStreamEndCapture(stream.handle), "ending a capture")
 
 
 class Eager:
@@ -91,5 +102,6 @@ class Runs(Generic[Key]):
         return len(self._made)
 
     def close(self) -> None:
-        while self._made:
-            self._made.popitem()[1].close()
+        with Owned() as made:
+            while self._made:
+                made.add(self._made.popitem()[1])

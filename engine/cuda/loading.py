@@ -22,6 +22,7 @@ from engine.cuda.engine import FLIGHTS, PIPELINE_DEPTH, CudaEngine, EngineParts
 from engine.cuda.gemm import GemmPlanner, least_scratch
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Arena, Layout, memory_budget
+from engine.cuda.owned import Owned
 from engine.cuda.parts import Parts
 from engine.cuda.planning import EnginePlan, plan_engine
 from engine.cuda.programs import Programs, product_keys
@@ -65,7 +66,10 @@ def load_from(
     progress: Progress | None = None,
     settings: CudaSettings | None = None,
 ) -> CudaEngine:
-    """As load_cuda_engine, of a checkpoint that is open; options.model is not looked at."""
+    """As load_cuda_engine, of a checkpoint that is open; options.model is not looked at.
+
+    What fails, be it interrupted, gives back all memory, streams and modules that it has made.
+    """
     return _Loading(checkpoint, options, settings or CudaSettings(), progress).run()
 
 
@@ -89,46 +93,50 @@ class _Loading:
         """Share of the kernels that is compiled; written by the thread that does it."""
 
     def run(self) -> CudaEngine:
-        with self._timed("total"), ThreadPoolExecutor(1, "kernels") as pool:
+        with self._timed("total"), ThreadPoolExecutor(1, "kernels") as pool, Owned() as made:
             with self._timed("context"):
-                self._device = Device.open(self._options.device)
+                self._device = made.add(Device.open(self._options.device))
             compiling = pool.submit(self._compile)
-            self._plan = plan = self._make_plan()
-            stager, results = plan.stager, plan.results
-            stream = self._device.stream(priority=1)
-            arena = self._allocate(stream)
-            buffers = Buffers(plan.buffers, arena)
-            report = self._load_weights(arena, buffers)
-            library = self._library(compiling)
-            planner = GemmPlanner(self._device, cache_folder=self._settings.gemm_folder)
-            parts = Parts(
-                config=self._config,
-                weights=weights_in(arena, self._config, plan.tier.precision),
-                buffers=buffers,
-                staging=stager.region.on_device(arena),
-                library=library,
-                limits=self._device.limits,
-                planner=planner,
-                skinny=self._settings.skinny,
-            )
-            self._tune(planner, parts, arena, stream)
-            programs = self._capture(parts, results.on_device(arena), stream)
-            capacity = self._capacity()
-            made = EngineParts(
-                device=self._device,
-                arena=arena,
-                library=library,
-                planner=planner,
-                stream=stream,
-                buffers=buffers,
-                ledger=Ledger(self._limits(capacity)),
-                stager=stager,
-                slots=SlotControl(library, buffers, stager.region, parts.staging, stream),
-                programs=programs,
-                flights=Flights(FLIGHTS, stager.region, results),
-                collector=Collector(results, results.on_device(arena), stream),
-            )
-        return CudaEngine(made, self._describe(report, planner), capacity, self._seconds)
+            self._plan = self._make_plan()
+            engine = self._make(made, compiling)
+            made.release()
+        return engine
+
+    def _make(self, made: Owned, compiling: Future[KernelLibrary]) -> CudaEngine:
+        """The engine; `made` gets what it consists of in the order opposite to that of CudaEngine.close."""
+        device, stager, results = self._device, self._plan.stager, self._plan.results
+        stream = made.add(device.stream(priority=1))
+        arena = made.add(Arena.allocate(self._plan.layout, device))
+        self._clear(arena, stream)
+        buffers = Buffers(self._plan.buffers, arena)
+        report = self._load_weights(arena, buffers)
+        library = made.add(self._compiled_library(compiling))
+        self._load_modules(library)
+        planner = made.add(GemmPlanner(device, cache_folder=self._settings.gemm_folder))
+        parts = self._parts(arena, buffers, library, planner)
+        self._tune(planner, parts, arena, stream)
+        flights = made.add(Flights(FLIGHTS, stager.region, results))
+        programs = made.add(self._programs(parts, results.on_device(arena), stream))
+        made.then(
+            device.synchronize
+        )  # graphs are uploaded meanwhile; all else is waited for where it is made
+        self._capture(programs, stream)
+        capacity = self._capacity()
+        engine_parts = EngineParts(
+            device=device,
+            arena=arena,
+            library=library,
+            planner=planner,
+            stream=stream,
+            buffers=buffers,
+            ledger=Ledger(self._limits(capacity)),
+            stager=stager,
+            slots=SlotControl(library, buffers, stager.region, parts.staging, stream),
+            programs=programs,
+            flights=flights,
+            collector=Collector(results, results.on_device(arena), stream),
+        )
+        return CudaEngine(engine_parts, self._describe(report, planner), capacity, self._seconds)
 
     def _make_plan(self) -> EnginePlan:
         device = self._device
@@ -158,13 +166,11 @@ class _Loading:
             dependent_launch=None if self._settings.dependent_launch else False,
         )
 
-    def _allocate(self, stream: Stream) -> Arena:
-        """One block, all zeros: slot state starts so, and no page holds a NaN."""
+    def _clear(self, arena: Arena, stream: Stream) -> None:
+        """To zeros: slot state starts so, and no page holds a NaN."""
         with self._timed("allocation"):
-            arena = Arena.allocate(self._plan.layout, self._device)
             stream.fill(arena.address, 0, arena.bytes)
             stream.synchronize()
-        return arena
 
     def _load_weights(self, arena: Arena, buffers: Buffers) -> LoadReport:
         with self._timed("weights"):
@@ -183,31 +189,38 @@ class _Loading:
         """The kernels that convert weights are built by themselves: all together may take long to compile."""
         tier = self._plan.tier.precision
         units = converting_units(tier)
-        converting = self._build(units) if units else None
-        try:
+        with Owned() as made:
             return load_weights(
                 self._checkpoint,
                 arena,
                 self._device,
                 precision=tier,
-                library=converting,
+                library=made.add(self._build(units)) if units else None,
                 progress=lambda _, share: self._hear("weights", share),
             )
-        finally:
-            if converting is not None:
-                converting.close()
 
-    def _library(self, compiling: Future[KernelLibrary]) -> KernelLibrary:
-        """The compiled kernels, loaded: a module must not be loaded during a capture."""
+    def _compiled_library(self, compiling: Future[KernelLibrary]) -> KernelLibrary:
         while not wait([compiling], _REPORT_SECONDS).done:
             self._hear("kernels", self._compiled)
-        try:
-            library = compiling.result()
-            with self._timed("modules"):
-                library.load_all()
-        except KernelError as error:
-            raise EngineError(str(error)) from error
-        return library
+        with _as_engine_error():
+            return compiling.result()
+
+    def _load_modules(self, library: KernelLibrary) -> None:
+        """All: a module must not be loaded during a capture."""
+        with self._timed("modules"), _as_engine_error():
+            library.load_all()
+
+    def _parts(self, arena: Arena, buffers: Buffers, library: KernelLibrary, planner: GemmPlanner) -> Parts:
+        return Parts(
+            config=self._config,
+            weights=weights_in(arena, self._config, self._plan.tier.precision),
+            buffers=buffers,
+            staging=self._plan.stager.region.on_device(arena),
+            library=library,
+            limits=self._device.limits,
+            planner=planner,
+            skinny=self._settings.skinny,
+        )
 
     def _tune(self, planner: GemmPlanner, parts: Parts, arena: Arena, stream: Stream) -> None:
         if not self._settings.tune:
@@ -220,15 +233,15 @@ class _Loading:
                 stream.fill(scratch.address, 0, scratch.bytes)
                 stream.synchronize()
 
-    def _capture(self, parts: Parts, results: Arena, stream: Stream) -> Programs:
-        graphs = self._settings.graphs
-        plan = self._plan
-        programs = Programs(parts, results, stream, widths=plan.widths, sizes=plan.sizes, graphs=graphs)
+    def _programs(self, parts: Parts, results: Arena, stream: Stream) -> Programs:
+        plan, graphs = self._plan, self._settings.graphs
+        return Programs(parts, results, stream, widths=plan.widths, sizes=plan.sizes, graphs=graphs)
+
+    def _capture(self, programs: Programs, stream: Stream) -> None:
         with self._timed("graphs"):
             if self._settings.capture:
                 programs.capture_all(lambda share: self._hear("graphs", share))
             stream.synchronize()
-        return programs
 
     # ---- what the engine says of itself
 
@@ -297,6 +310,15 @@ class _Loading:
         if self._progress is not None:
             start, end = _SHARES[stage]
             self._progress(stage, start + (end - start) * share)
+
+
+@contextmanager
+def _as_engine_error() -> Iterator[None]:
+    """Kernels that fail, in the words of who asks for an engine."""
+    try:
+        yield
+    except KernelError as error:
+        raise EngineError(str(error)) from error
 
 
 def _scratch(arena: Arena, layout: Layout, least: int) -> Tensor | None:

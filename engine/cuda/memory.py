@@ -107,10 +107,10 @@ class Arena:
 
     def close(self) -> None:
         """Frees the block; nothing may use its tensors any more. Idempotent."""
-        if self._owner is not None:
-            self._owner.free(self.address)
-            self._owner = None
+        owner, self._owner = self._owner, None
+        if owner is not None:
             self._tensors.clear()
+            owner.free(self.address)
 
 
 def memory_budget(total: int, free: int, fraction: float) -> MemoryBudget:

@@ -12,6 +12,7 @@ from engine.cuda.device import Stream
 from engine.cuda.gemm import GemmKey
 from engine.cuda.graphs import Eager, Graph, Runnable, Runs
 from engine.cuda.memory import Arena
+from engine.cuda.owned import Owned
 from engine.cuda.parts import KeyCollector, Parts, distinct_layers
 from engine.cuda.program import final_norm, pass_to_last_attention, rest_of_last_layer, whole_pass
 from engine.cuda.rows import DecodeRows, PrefillRows
@@ -61,8 +62,9 @@ class Programs:
             progress(done / total)
 
     def close(self) -> None:
-        for runs in (self.decode, self.prefill, self.first_tokens, self.prompt_logprobs):
-            runs.close()
+        with Owned() as made:
+            for runs in (self.decode, self.prefill, self.first_tokens, self.prompt_logprobs):
+                made.add(runs)
 
     def _make_decode(self, key: SampleKey) -> Runnable:
         products = whole_pass(self.parts, DecodeRows(self.parts, key.width, long=key.long))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from engine.cuda.device import Event, Stream
 from engine.cuda.ledger import Ledger
 from engine.cuda.memory import Arena
+from engine.cuda.owned import Owned
 from engine.cuda.regions import HostRegion, Region
 from engine.cuda.work import PromptSpan, SampleWork, StepWork
 from engine.interface import StepHandle, StepResult, TokenLogprobs
@@ -24,26 +25,29 @@ class Flight:
     """One place of the ring."""
 
     def __init__(self, staging: Region, results: Region) -> None:
-        self.staging = HostRegion(staging)
-        self.results = HostRegion(results)
-        self.begun = Event(timing=True)
-        self.done = Event(timing=True)
+        with Owned() as made:
+            self.staging = made.add(HostRegion(staging))
+            self.results = made.add(HostRegion(results))
+            self.begun = made.add(Event(timing=True))
+            self.done = made.add(Event(timing=True))
+            made.release()
         self.step: CudaStep | None = None
         """Whose memory this is, until its results are read."""
         self.uses = 0
 
     def close(self) -> None:
-        self.staging.close()
-        self.results.close()
-        self.begun.close()
-        self.done.close()
+        with Owned() as made:
+            for part in (self.staging, self.results, self.begun, self.done):
+                made.add(part)
 
 
 class Flights:
     """The ring."""
 
     def __init__(self, count: int, staging: Region, results: Region) -> None:
-        self._all = [Flight(staging, results) for _ in range(count)]
+        with Owned() as made:
+            self._all = [made.add(Flight(staging, results)) for _ in range(count)]
+            made.release()
         self._next = 0
         self._last: Flight | None = None
 
@@ -62,8 +66,9 @@ class Flights:
         return before
 
     def close(self) -> None:
-        while self._all:
-            self._all.pop().close()
+        with Owned() as made:
+            while self._all:
+                made.add(self._all.pop())
 
 
 class CudaStep(StepHandle):

@@ -21,6 +21,7 @@ from engine.checkpoint import Checkpoint, TensorType
 from engine.cuda import weight_pieces
 from engine.cuda.device import Device, Event, PinnedBuffer, Stream
 from engine.cuda.memory import Arena
+from engine.cuda.owned import Owned
 from engine.cuda.weight_pieces import Converter, Piece, QuantisedPiece, pieces, staging_in
 from engine.cuda.weights import device_weights
 from engine.interface import Progress
@@ -59,6 +60,11 @@ class _Staging:
     buffer: PinnedBuffer
     copied: Event = field(default_factory=lambda: Event(blocking=True))
 
+    def close(self) -> None:
+        with Owned() as made:
+            made.add(self.buffer)
+            made.add(self.copied)
+
 
 def load_weights(
     checkpoint: Checkpoint,
@@ -84,14 +90,13 @@ def load_weights(
         library.load_all()  # here, since readers would do so at the same time
         converter = Converter(library, staging_in(arena))
     tally = _Tally()
-    loader = _Loader(device, threads or min(_MOST_THREADS, len(os.sched_getaffinity(0))), converter)
-    try:
+    threads = threads or min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with Owned() as made:
+        loader = made.add(_Loader(device, threads, converter))
         for piece in loader.run(pieces(checkpoint, arena, precision)):
             tally.count(piece)
             if progress is not None:
                 progress("weights", tally.done / total)
-    finally:
-        loader.close()
     return LoadReport(total, perf_counter() - began, _names(tally.converted), _names(tally.requantised))
 
 
@@ -127,11 +132,13 @@ class _Loader:
         """A piece's copy and kernel must not be parted by another's: they share the device's staging."""
         self._free: SimpleQueue[_Staging] = SimpleQueue()
         self._all: list[_Staging] = []
-        self._stream: Stream = device.stream()
         self._pool = ThreadPoolExecutor(threads, "weights", initializer=device.make_current)
-        for _ in range(threads * _BUFFERS_PER_THREAD):
-            self._all.append(_Staging(PinnedBuffer(weight_pieces.STAGING_BYTES)))
-            self._free.put(self._all[-1])
+        with Owned() as made:
+            self._stream: Stream = made.add(device.stream())
+            for _ in range(threads * _BUFFERS_PER_THREAD):
+                self._all.append(made.add(_Staging(PinnedBuffer(weight_pieces.STAGING_BYTES))))
+                self._free.put(self._all[-1])
+            made.release()
 
     def run(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
         """Yields each piece once its copy has been enqueued; at the end, all have arrived."""
@@ -162,9 +169,9 @@ class _Loader:
 
     def close(self) -> None:
         """Ends the threads, then frees what they used."""
-        self._pool.shutdown(cancel_futures=True)
-        self._stream.synchronize()
-        for staging in self._all:
-            staging.buffer.close()
-            staging.copied.close()
-        self._stream.close()
+        with Owned() as made:
+            made.add(self._stream)
+            for staging in self._all:
+                made.add(staging)
+            self._pool.shutdown(cancel_futures=True)
+            self._stream.synchronize()

@@ -34,7 +34,22 @@ HOPPER = DeviceLimits((9, 0), 132, 227 << 10, 50 << 20)
 SETTINGS = CudaSettings(tune=False, kernel_folder=None, gemm_folder=None)
 
 
-class HostDevice:
+LIVE: list[HostThing] = []
+"""What has been made and not closed."""
+
+
+class HostThing:
+    """Something of the device that must be given back."""
+
+    def __init__(self) -> None:
+        LIVE.append(self)
+
+    def close(self) -> None:
+        if self in LIVE:
+            LIVE.remove(self)
+
+
+class HostDevice(HostThing):
     """Allocates host memory, filled with what is NaN in every float type."""
 
     name = "host twin"
@@ -42,6 +57,7 @@ class HostDevice:
     limits = HOPPER
 
     def __init__(self) -> None:
+        super().__init__()
         self._blocks: dict[int, np.ndarray] = {}
 
     @classmethod
@@ -67,10 +83,13 @@ class HostDevice:
     def synchronize(self) -> None: ...
 
     def close(self) -> None:
+        super().close()
         assert not self._blocks, "device memory was not given back"
+        if not any(isinstance(thing, HostDevice) for thing in LIVE):
+            assert not LIVE, "the last context was closed before what lives in it"
 
 
-class HostStream:
+class HostStream(HostThing):
     handle = 1
 
     def record(self, event: HostEvent) -> None:
@@ -85,11 +104,11 @@ class HostStream:
         ctypes.memset(target, byte, size)
 
     def synchronize(self) -> None: ...
-    def close(self) -> None: ...
 
 
-class HostEvent:
+class HostEvent(HostThing):
     def __init__(self, **_: bool) -> None:
+        super().__init__()
         self.recorded = 0
 
     def is_done(self) -> bool:
@@ -100,13 +119,12 @@ class HostEvent:
     def milliseconds_since(self, earlier: HostEvent) -> float:
         return 1.0
 
-    def close(self) -> None: ...
 
-
-class HostBuffer:
+class HostBuffer(HostThing):
     """Pinned memory's stand-in, poisoned."""
 
     def __init__(self, size: int, **_: bool) -> None:
+        super().__init__()
         self.size = size
         self.bytes = np.full(size, 0x7F, np.uint8)
         self.address = self.bytes.ctypes.data
@@ -115,21 +133,22 @@ class HostBuffer:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return self.bytes[offset : offset + size].view(dtype).reshape(shape)
 
-    def close(self) -> None: ...
 
-
-class HostLibrary:
+class HostLibrary(HostThing):
     """Kernels by name, each carried out by its twin."""
 
     names: ClassVar[list[str]] = []
     """Of all kernels asked for; a kernel's function is its place here."""
 
+    def __init__(self) -> None:
+        """Holds nothing of the device until it loads."""
+
     @classmethod
     def build(cls, *_: object, **__: object) -> HostLibrary:
         return cls()
 
-    def load_all(self) -> None: ...
-    def close(self) -> None: ...
+    def load_all(self) -> None:
+        super().__init__()
 
     def kernel(self, source: str, expression: str, *, dynamic_shared_bytes: int = 0) -> Kernel:
         self.names.append(expression)
@@ -184,23 +203,23 @@ class HostPlan:
         return multiply
 
 
-class HostPlanner:
+class HostPlanner(HostThing):
     library_version = "numpy"
 
     def __init__(self, device: HostDevice, *, cache_folder: Path | None) -> None:
+        super().__init__()
         self.keys: set[GemmKey] = set()
         self.tuned: set[GemmKey] = set()
 
     def plan_all(self, keys: Sequence[GemmKey], *, scratch: Tensor | None, progress: Any) -> None:
         self.tuned.update(keys)
+        progress(1.0)
         if scratch is not None:  # as tuning leaves it: full of what nobody should read
             ctypes.memset(scratch.address, 0xFF, scratch.bytes)
 
     def plan(self, key: GemmKey) -> HostPlan:
         self.keys.add(key)
         return HostPlan(key)
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -227,9 +246,11 @@ def load_twin(monkeypatch: pytest.MonkeyPatch) -> Any:
         return engines[-1]
 
     FAILURES.clear()
+    LIVE.clear()
     yield load
     for engine in engines:
         engine.close()
+    assert not LIVE, "something was not given back"
     if FAILURES:
         raise FAILURES[0]
 

@@ -12,8 +12,20 @@ pytest.importorskip("cuda.bindings")
 from cuda.bindings import driver as real
 
 from engine.cuda import device
-from engine.cuda.device import CudaError, OutOfDeviceMemory, check, choose_gpu, visible_gpus, why_no_gpu
+from engine.cuda.device import (
+    CudaError,
+    OutOfDeviceMemory,
+    Stream,
+    check,
+    check_freed,
+    choose_gpu,
+    visible_gpus,
+    why_no_gpu,
+)
 from engine.errors import ModelError
+from kernels import launch
+from kernels.errors import KernelError
+from kernels.launch import KernelLibrary
 
 OK = real.CUresult.CUDA_SUCCESS
 H200 = ("NVIDIA H200", (9, 0), 141 << 30)
@@ -99,3 +111,48 @@ def test_check_unpacks_and_names_what_failed(fake: Any) -> None:
     assert not isinstance(failure.value, OutOfDeviceMemory)
     with pytest.raises(OutOfDeviceMemory):
         check((real.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None), "allocating")
+
+
+def test_freeing_in_a_broken_context_says_nothing(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what could not be freed is not freed again."""
+    fake(H200)
+    check_freed((real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS,), "freeing")
+    with pytest.raises(CudaError, match="freeing failed: CUDA_ERROR_INVALID_VALUE"):
+        check_freed((real.CUresult.CUDA_ERROR_INVALID_VALUE,), "freeing")
+    answers = [real.CUresult.CUDA_ERROR_LAUNCH_FAILED, real.CUresult.CUDA_ERROR_INVALID_HANDLE]
+    monkeypatch.setattr(device.driver, "cuStreamDestroy", lambda handle: (answers.pop(0),), raising=False)
+    first, second = Stream(1), Stream(2)
+    first.close()
+    first.close()
+    with pytest.raises(CudaError, match="destroying a stream failed: CUDA_ERROR_INVALID_HANDLE"):
+        second.close()
+    second.close()
+    assert answers == []
+
+
+def test_all_modules_are_unloaded_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken, wrong = real.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS, real.CUresult.CUDA_ERROR_INVALID_HANDLE
+    answers = [wrong, OK, broken]
+    driver = SimpleNamespace(cuModuleUnload=lambda module: (answers.pop(),))
+    monkeypatch.setattr(launch, "driver", driver)
+    monkeypatch.setattr(launch, "error_text", lambda status: real.CUresult(status).name)
+    library = KernelLibrary([], dependent_launch=False)
+    library._modules.update({1: "first", 2: "second", 3: "third"})
+    with pytest.raises(KernelError, match="module unload: CUDA_ERROR_INVALID_HANDLE"):
+        library.close()
+    assert answers == []
+    library.close()
+
+
+def test_a_context_that_cannot_be_used_is_let_go(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake(H200)
+    released: list[Any] = []
+    for name, answer in (
+        ("cuDevicePrimaryCtxRetain", lambda handle: (OK, "context")),
+        ("cuCtxSetCurrent", lambda context: (real.CUresult.CUDA_ERROR_INVALID_CONTEXT,)),
+        ("cuDevicePrimaryCtxRelease", released.append),
+    ):
+        monkeypatch.setattr(device.driver, name, answer, raising=False)
+    with pytest.raises(CudaError, match="making the context current failed"):
+        device.Device.open(0)
+    assert released == [0]

@@ -197,6 +197,8 @@ def loaded(checkpoint: Checkpoint, precision: Precision) -> tuple[Arena, HostDev
         threads=3,
         progress=lambda stage, share: heard.append(share),
     )
+    if library is not None:
+        library.close()
     assert heard == sorted(heard)
     assert heard[-1] == pytest.approx(1.0)
     return arena, device, report
