@@ -6,12 +6,11 @@ using namespace slipstream;
 
 // out[r] = table[token(r)] · scale, where token(r) = tokens[r] or, with row_slot, slot_token[row_slot[r]]: the
 // token that a decode row's slot sampled last. A row without a slot (−1) or with an id outside the table
-// becomes zeros, so that padding stays finite. table: bf16 [vocab, hidden]; out: Residual [rows, hidden].
+// becomes zeros, so that padding stays finite. table: bf16 [vocab, hidden]; out: bf16 [rows, hidden].
 // One block a row; hidden % 8 = 0.
-template <typename Residual>
 __global__ void __launch_bounds__(256)
     embed(const bf16* __restrict__ table, const int32* __restrict__ tokens, const int32* __restrict__ row_slot,
-          const int32* __restrict__ slot_token, Residual* __restrict__ out, int32 vocab, int32 hidden,
+          const int32* __restrict__ slot_token, bf16* __restrict__ out, int32 vocab, int32 hidden,
           float scale) {
     constexpr int kVector = 8;
     wait_for_previous_kernels();

@@ -7,8 +7,8 @@ from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
 from kernels.tensor import DType, Tensor, expect
 
 SOURCE = "embedding.cu"
-_EXPRESSIONS = {DType.F32: "embed<float>", DType.BF16: "embed<bf16>"}
-UNITS = (CompileUnit(SOURCE, tuple(_EXPRESSIONS.values())),)
+EXPRESSION = "embed"
+UNITS = (CompileUnit(SOURCE, (EXPRESSION,)),)
 
 
 def embed(
@@ -24,7 +24,7 @@ def embed(
     """out[r] = table[token of row r] · scale.
 
     table   bf16 [vocab, hidden], hidden a multiple of 8
-    out     float32 or bf16 [rows, hidden]
+    out     bf16 [rows, hidden]
     tokens  int32 [rows]; or else
     row_slot, slot_token  int32 [rows], int32 [slots]: row r takes slot_token[row_slot[r]]
 
@@ -33,10 +33,9 @@ def embed(
     rows, hidden = out.shape
     vocab = table.shape[0]
     expect(SOURCE, "table", table, DType.BF16, (vocab, hidden))
-    if out.dtype not in _EXPRESSIONS or hidden % 8:
-        raise ValueError(
-            f"{SOURCE}: out must be float32 or bf16, hidden a multiple of 8; got {out.dtype.value} [{hidden}]"
-        )
+    expect(SOURCE, "out", out, DType.BF16, (rows, hidden))
+    if hidden % 8:
+        raise ValueError(f"{SOURCE}: hidden {hidden} must be a multiple of 8")
     if (tokens is None) == (row_slot is None) or (row_slot is None) != (slot_token is None):
         raise ValueError(f"{SOURCE}: give either tokens, or row_slot and slot_token")
     if tokens is not None:
@@ -46,4 +45,4 @@ def embed(
         expect(SOURCE, "slot_token", slot_token, DType.I32, (None,))
     threads = min(256, -(-hidden // 256) * 32)
     arguments = (table, tokens, row_slot, slot_token, out, i32(vocab), i32(hidden), f32(scale))
-    return Launch(library.kernel(SOURCE, _EXPRESSIONS[out.dtype]), Dim3(rows), Dim3(threads), arguments)
+    return Launch(library.kernel(SOURCE, EXPRESSION), Dim3(rows), Dim3(threads), arguments)

@@ -16,16 +16,16 @@ constexpr int kVector = 8;  // elements a thread handles at once: 16 bytes of bf
 
 // residual[r] += delta[r]; out[r] = residual[r] / rms(residual[r]) · (weight_offset + weight).
 //
-// residual: Residual [·, hidden]. delta: bf16 [·, hidden] or null (nothing is added, residual stays as it is).
+// residual: bf16 [·, hidden]. delta: bf16 [·, hidden] or null (nothing is added, residual stays as it is).
 // With kScaled delta holds the raw sums of an FP8 product: added is delta[r, n] · weight_scale[n] ·
 // row_scale[r], with delta_weight_scale float32 [hidden] and delta_row_scale float32 [·], indexed like delta.
 // row_index: null, or int32 [rows]: row r reads residual[row_index[r]] instead, adds delta[row_index[r]]
 // and leaves the residual alone, so that only the rows that sample are normalised.
 // out: bf16 [rows, hidden]; with kQuantize e4m3 [rows, hidden] and scale float32 [rows] = amax / 448.
 // blockDim.x · 8 · kChunks ≥ hidden; hidden % 8 = 0.
-template <typename Residual, bool kQuantize, bool kScaled, int kChunks>
+template <bool kQuantize, bool kScaled, int kChunks>
 __global__ void __launch_bounds__(1024)
-    add_rms_norm(Residual* __restrict__ residual, const bf16* __restrict__ delta,
+    add_rms_norm(bf16* __restrict__ residual, const bf16* __restrict__ delta,
                  const float* __restrict__ delta_weight_scale, const float* __restrict__ delta_row_scale,
                  const bf16* __restrict__ weight, const int32* __restrict__ row_index, void* __restrict__ out,
                  float* __restrict__ scale, int32 hidden, float epsilon, float weight_offset) {
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(1024)
     allow_next_kernel();
 
     const int64 row = row_index ? row_index[blockIdx.x] : blockIdx.x;
-    Residual* source = residual + row * hidden;
+    bf16* source = residual + row * hidden;
     const float delta_scale = kScaled ? delta_row_scale[row] : 1.0f;
     float values[kChunks][kVector];
     float squares = 0.0f;
@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(1024)
             }
 #pragma unroll
             for (int j = 0; j < kVector; ++j)
-                values[c][j] = to_float(from_float<Residual>(values[c][j] + added[j]));
+                values[c][j] = to_float(from_float<bf16>(values[c][j] + added[j]));
             if (!row_index) store_floats(source + column, values[c]);
         }
 #pragma unroll

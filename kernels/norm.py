@@ -9,7 +9,6 @@ from kernels.launch import Dim3, KernelLibrary, Launch, f32, i32
 from kernels.tensor import DType, Tensor, expect
 
 SOURCE = "norm.cu"
-_C_TYPES = {DType.F32: "float", DType.BF16: "bf16"}
 _VECTOR = 8
 
 
@@ -29,16 +28,15 @@ VARIANTS = (
 )
 
 
-def _expression(residual: DType, quantise: bool, scaled: bool, chunks: int) -> str:
-    return f"add_rms_norm<{_C_TYPES[residual]}, {str(quantise).lower()}, {str(scaled).lower()}, {chunks}>"
+def _expression(quantise: bool, scaled: bool, chunks: int) -> str:
+    return f"add_rms_norm<{str(quantise).lower()}, {str(scaled).lower()}, {chunks}>"
 
 
 UNITS = (
     CompileUnit(
         SOURCE,
         tuple(
-            _expression(residual, quantise, scaled, variant.chunks)
-            for residual in _C_TYPES
+            _expression(quantise, scaled, variant.chunks)
             for quantise in (False, True)
             for scaled in (False, True)
             for variant in VARIANTS
@@ -63,7 +61,7 @@ def add_rms_norm(
 ) -> Launch:
     """residual += delta (if given); out = residual / rms(residual) · (weight_offset + weight).
 
-    residual   float32 or bf16 [rows, hidden], updated in place
+    residual   bf16 [rows, hidden], updated in place
     delta      bf16 [rows, hidden]; of an FP8 product's raw sums also delta_weight_scale, float32 [hidden],
                and delta_row_scale, float32 [rows]: added is the product of the three
     weight     bf16 [hidden]; hidden a multiple of 8, at most 16384
@@ -74,10 +72,10 @@ def add_rms_norm(
     """
     rows, hidden = out.shape
     quantise = out.dtype is DType.E4M3
-    expect(SOURCE, "residual", residual, residual.dtype, (None if row_index else rows, hidden))
+    expect(SOURCE, "residual", residual, DType.BF16, (None if row_index else rows, hidden))
     expect(SOURCE, "weight", weight, DType.BF16, (hidden,))
-    if residual.dtype not in _C_TYPES or out.dtype not in (DType.BF16, DType.E4M3):
-        raise ValueError(f"{SOURCE}: no kernel from {residual.dtype.value} to {out.dtype.value}")
+    if out.dtype not in (DType.BF16, DType.E4M3):
+        raise ValueError(f"{SOURCE}: no kernel into {out.dtype.value}")
     _expect_delta(delta, delta_weight_scale, delta_row_scale, residual.shape)
     if quantise != (scale is not None):
         raise ValueError(f"{SOURCE}: scale belongs to an e4m3 result")
@@ -92,9 +90,7 @@ def add_rms_norm(
     variant = next(v for v in VARIANTS if hidden <= v.max_hidden)
     per_thread = _VECTOR * variant.chunks
     threads = -(-hidden // (per_thread * 32)) * 32
-    kernel = library.kernel(
-        SOURCE, _expression(residual.dtype, quantise, delta_row_scale is not None, variant.chunks)
-    )
+    kernel = library.kernel(SOURCE, _expression(quantise, delta_row_scale is not None, variant.chunks))
     arguments = (
         residual,
         delta,

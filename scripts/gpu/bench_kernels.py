@@ -33,13 +33,13 @@ class KernelBench(Bench):
 
     def norms(self) -> None:
         for rows, hidden in ((1, 2048), (64, 2048), (2048, 2048), (64, 4096), (2048, 4096)):
-            moved = rows * hidden * (4 + 4 + 2 + 2)
+            moved = rows * hidden * (2 + 2 + 2 + 2)
             weight = self.random(hidden)
             calls = [
                 [
                     norm.add_rms_norm(
                         self.gpu.library,
-                        residual=self.random_f32(rows, hidden),
+                        residual=self.random(rows, hidden),
                         delta=self.random(rows, hidden),
                         weight=weight,
                         out=self.random(rows, hidden),
@@ -67,7 +67,7 @@ class KernelBench(Bench):
 
     def embeddings(self) -> None:
         for rows in (1, 64, 2048):
-            table, out = self.random(151936, 2048), self.gpu.empty((rows, 2048), DType.F32)
+            table, out = self.random(151936, 2048), self.gpu.empty((rows, 2048), DType.BF16)
             calls = [
                 [
                     embedding.embed(
@@ -79,7 +79,7 @@ class KernelBench(Bench):
                 ]
                 for _ in range(16)
             ]
-            self.measure("embed", f"{rows}×2048", calls, rows * 2048 * 6)
+            self.measure("embed", f"{rows}×2048", calls, rows * 2048 * 4)
             self.release()
 
     def ropes(self) -> None:

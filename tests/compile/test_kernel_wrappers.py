@@ -181,6 +181,17 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             out=tensor(3, 64),
             epsilon=1e-6,
         )
+    with pytest.raises(ValueError, match=r"residual must be bf16 \[3, 64\], got f32"):
+        norm.add_rms_norm(
+            NO_LIBRARY,
+            residual=tensor(3, 64, dtype=DType.F32),
+            weight=tensor(64),
+            out=tensor(3, 64),
+            epsilon=1e-6,
+        )
+    out = tensor(2, 64, dtype=DType.F32)
+    with pytest.raises(ValueError, match=r"embedding\.cu: out must be bf16 \[2, 64\], got f32"):
+        embedding.embed(NO_LIBRARY, table=tensor(9, 64), out=out, tokens=tensor(2, dtype=DType.I32))
     with pytest.raises(ValueError, match="hidden 20 must be a multiple of 8"):
         norm.add_rms_norm(
             NO_LIBRARY, residual=tensor(3, 20), weight=tensor(20), out=tensor(3, 20), epsilon=1e-6

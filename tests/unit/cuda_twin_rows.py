@@ -24,7 +24,7 @@ def embed(
     scale: float,
 ) -> None:
     rows = grid[0]
-    result = array(out, C_TYPES[kinds[0]], rows, hidden)
+    result = array(out, BF16, rows, hidden)
     weights = array(table, BF16, vocab, hidden)
     for row in range(rows):
         if tokens:
@@ -53,22 +53,21 @@ def norm(
     rows = grid[0]
     result = np.empty((rows, hidden), F32)
     weights = array(weight, BF16, hidden).astype(F32)
-    dtype = C_TYPES[kinds[0]]
-    assert (kinds[2] == "true") == (delta_weight_scale != 0) == (delta_row_scale != 0)
+    assert (kinds[1] == "true") == (delta_weight_scale != 0) == (delta_row_scale != 0)
     for row in range(rows):
         source = int(array(row_index, I32, rows)[row]) if row_index else row
-        place = array(residual + source * hidden * dtype.itemsize, dtype, hidden)
+        place = array(residual + source * hidden * BF16.itemsize, BF16, hidden)
         values = place.astype(F32)
         if delta:
             added = array(delta + source * hidden * 2, BF16, hidden).astype(F32)
             if delta_weight_scale:
                 added *= array(delta_weight_scale, F32, hidden)
                 added *= array(delta_row_scale + source * 4, F32, 1)
-            values = (values + added).astype(dtype).astype(F32)
+            values = (values + added).astype(BF16).astype(F32)
             if not row_index:
                 place[:] = values
         result[row] = values / np.sqrt(np.mean(values * values) + epsilon) * (offset + weights)
-    fp8.store(result, kinds[1] == "true", out, scale)
+    fp8.store(result, kinds[0] == "true", out, scale)
 
 
 def gated(
