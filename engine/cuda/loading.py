@@ -189,7 +189,7 @@ class _Loading:
         """The kernels that convert weights are built by themselves: all together may take long to compile."""
         tier = self._plan.tier.precision
         units = converting_units(tier)
-        with Owned() as made:
+        with Owned() as made, _as_engine_error():
             return load_weights(
                 self._checkpoint,
                 arena,

@@ -62,7 +62,7 @@ FAULTS = {
     "stream": Fault(HostDevice, "stream", CudaError("creating a stream", 2, "out of memory")),
     "arena": Fault(HostDevice, "allocate", OutOfDeviceMemory("allocating", 2, "out of memory")),
     "pinned memory of weights": Fault(weight_loading, "PinnedBuffer", CudaError("pinning", 2, "full"), at=2),
-    "converting kernels": Fault(HostLibrary, "load_all", KernelError("no such symbol")),
+    "converting kernels": Fault(HostLibrary, "load_all", KernelError("no such symbol"), 1, EngineError),
     "first weight": Fault(Piece, "write", CheckpointError("model.safetensors has shrunk")),
     "some weight": Fault(Piece, "write", CheckpointError("model.safetensors has shrunk"), at=9),
     "rope tables": Fault(loading, "rope_values", MemoryError("tables")),
