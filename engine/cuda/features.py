@@ -87,6 +87,9 @@ def _model_features(config: ModelConfig) -> Iterator[str]:
         yield f"a vocabulary of {config.vocab_size} (must be a multiple of {_VECTOR}, at most {MAX_VOCAB})"
     if config.hidden_size % _VECTOR:
         yield f"hidden size {config.hidden_size} (must be a multiple of {_VECTOR})"
+    widths = [layer.mixer.q_dim for layer in config.layers if isinstance(layer.mixer, AttentionSpec)]
+    if widths and widths[-1] < max(widths):  # whose results would overwrite the rows carried behind its own
+        yield "a last layer with narrower attention than others"
 
 
 def _layer_features(layer: LayerSpec) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -204,3 +205,14 @@ def test_a_head_size_without_a_kernel_is_refused_by_name(tmp_path: Path) -> None
         assert opened.config.layers[0].mixer.head_dim == 16
         with pytest.raises(UnsupportedModelError, match="head_dim 16"):
             require_supported(opened.config)
+
+
+def test_attention_that_grows_narrow_at_the_end_is_refused_by_name(tmp_path: Path) -> None:
+    """Rows carried to the next pass stand behind the last layer's, where a wider layer would write."""
+    with open_checkpoint(checkpoint(tmp_path)) as opened:
+        config = opened.config
+    first, *others, last = config.layers
+    narrow = replace(last, mixer=replace(last.mixer, n_heads=last.mixer.n_heads // 2))
+    require_supported(replace(config, layers=(replace(first, mixer=narrow.mixer), *others, last)))
+    with pytest.raises(UnsupportedModelError, match="a last layer with narrower attention"):
+        require_supported(replace(config, layers=(first, *others, narrow)))
