@@ -208,6 +208,18 @@ export declare type WorkerStatus = Message<"slipstream.v1.WorkerStatus"> & {
    * @generated from field: repeated string fallbacks = 20;
    */
   fallbacks: string[];
+
+  /**
+   * How weights and cached keys and values are held: "bf16", "q4", "fp8", "float32".
+   *
+   * @generated from field: string weight_dtype = 21;
+   */
+  weightDtype: string;
+
+  /**
+   * @generated from field: string kv_dtype = 22;
+   */
+  kvDtype: string;
 };
 
 /**
