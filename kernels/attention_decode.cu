@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
         copy_async_commit();
         stream.advance(warp);
     }
-    if (!waited) wait_for_previous_kernels();
+    wait_for_previous_kernels();  // a second time costs nothing
     allow_next_kernel();
     const auto heads_of = [&](const Split& split, int item) {
         return (int64(split.row) * n_heads + item % n_kv_heads * group) * kHeadDim;
