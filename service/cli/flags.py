@@ -12,6 +12,19 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
+_SHORT = {
+    "max_sequences": "--max-seqs",
+    "max_sequence_length": "--max-len",
+    "memory_fraction": "--gpu-memory",
+}
+"""Second names, the same for every command."""
+
+
+def names_of(field_name: str) -> tuple[str, ...]:
+    """Flags of an engine's option: its name and, of some, a second and shorter one."""
+    name = "--" + field_name.replace("_", "-")
+    return (name, _SHORT[field_name]) if field_name in _SHORT else (name,)
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:

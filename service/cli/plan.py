@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from service.cli.connection import fail
-from service.cli.flags import Flag
+from service.cli.flags import Flag, names_of
 from service.options import KvDtypeChoice, PrecisionChoice
 
 if TYPE_CHECKING:
@@ -23,8 +23,11 @@ if TYPE_CHECKING:
 
     from worker.client import DeviceFigures, EngineOptions, Outlook, PlanReport
 
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]|[KMG]i|)B?", re.IGNORECASE)
+_UNITS = {"": 1} | {unit: 1000**power for power, unit in enumerate("KMGT", 1)}
+_UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("KMGT", 1)}
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([KMGT]i?|)B?", re.IGNORECASE)
+_LEAST_MEMORY, _MOST_MEMORY = 2**20, 2**50
+"""Bytes of a GPU. Outside these a size is a slip: 141 for 141GB, or a zero too many."""
 _PIPE_WIDTH = 200
 """Columns where no terminal says how wide it is."""
 _GROUP = "As for serve"
@@ -38,26 +41,27 @@ class PlannedOptions:
     kv_dtype: Annotated[KvDtypeChoice, Flag("Of keys and values.", _GROUP)] = "auto"
     max_sequences: Annotated[
         int | None,
-        Flag("Requests that run at once. Default: 64.", _GROUP, names=("--max-sequences", "--max-seqs")),
+        Flag("Requests that run at once. Default: 64.", _GROUP, names=names_of("max_sequences")),
     ] = None
     max_sequence_length: Annotated[
         int | None,
         Flag(
             "Most tokens of prompt and answer. Default: the model's own limit, as far as memory allows.",
             _GROUP,
-            names=("--max-sequence-length", "--max-len"),
+            names=names_of("max_sequence_length"),
         ),
     ] = None
     max_step_tokens: Annotated[int | None, Flag("Most tokens in one step. Default: 8192.", _GROUP)] = None
     kv_pages: Annotated[int | None, Flag("Pages of 64 tokens. Default: what memory allows.", _GROUP)] = None
     memory_fraction: Annotated[
         float,
-        Flag("Share of the device's memory to use.", _GROUP, names=("--memory-fraction", "--gpu-memory")),
+        Flag("Share of the device's memory to use.", _GROUP, names=names_of("memory_fraction")),
     ] = 0.9
 
     def __post_init__(self) -> None:
         for name in ("max_sequences", "max_sequence_length", "max_step_tokens", "kv_pages"):
-            if (getattr(self, name) or 1) < 1:
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 fail(f"--{name.replace('_', '-')} must be at least 1", 2)
         if not 0 < self.memory_fraction <= 1:
             fail("--memory-fraction must be above 0 and at most 1", 2)
@@ -114,7 +118,8 @@ def plan(
 
     The server allocates exactly this, once, when it starts. The last table shows every precision of weights
     and KV side by side, with the same options. Exit code 1, and what to lower, if the model does not fit.
-    Reads no weights; a config.json alone will do. Needs no GPU if a size is stated.
+    Reads no weights; a config.json alone will do. Needs no GPU if a size is stated,
+    but the Python parts for CUDA: pip install '.[cuda]'.
 
     Examples:
 
@@ -163,7 +168,12 @@ def parse_size(text: str) -> int:
     if match is None:
         fail(f"--device-memory {text!r} is no size; write it as 141GB, 80GiB or a number of bytes", 2)
     unit = match[2][:1].upper() + match[2][1:].lower()
-    return int(float(match[1]) * _UNITS[unit])
+    size = float(match[1]) * _UNITS[unit]
+    if not _LEAST_MEMORY <= size <= _MOST_MEMORY:
+        fail(
+            f"--device-memory {text!r} is {size:,.0f} bytes, which no GPU has; write it as 141GB or 80GiB", 2
+        )
+    return int(size)
 
 
 def find_model(model: str) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Union, get_args, get_origin
 import typer
 
 from service.cli.connection import fail
-from service.cli.flags import keyword, set_signature
+from service.cli.flags import keyword, names_of, set_signature
 from service.options import (
     ENVIRONMENT_PREFIX,
     LoadedOptions,
@@ -88,8 +88,9 @@ def _command() -> Any:
 
 def _flag(item: OptionField) -> inspect.Parameter:
     flag = flag_name(item.name)
+    names = (f"{flag}/--no-{flag[2:]}",) if item.kind is bool else names_of(item.name)
     option = typer.Option(
-        f"{flag}/--no-{flag[2:]}" if item.kind is bool else flag,
+        *names,
         help=item.about.help + _default(item.default),
         rich_help_panel=item.about.group,
         show_default=False,

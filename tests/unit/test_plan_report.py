@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 pytest.importorskip("cuda.bindings")
@@ -21,7 +22,7 @@ from engine.options import EngineOptions, KvDtype, Precision
 from engine.plan_report import DeviceFigures, PlanReport, plan_model, plan_outlooks, stated_figures
 from scripts.tiny_gguf import write_gguf
 from service.cli.app import app
-from service.cli.plan import parse_size
+from service.cli.plan import PlannedOptions, parse_size
 from tests.cuda_scenarios import checkpoint, options
 from tests.unit.cuda_twin import HOPPER, SETTINGS, HostDevice, load_twin
 from tests.weight_tiers import GGUF_CONFIG, publish_fp8
@@ -182,10 +183,40 @@ def test_the_command_refuses_with_advice(tmp_path: Path) -> None:
         ("24e9", 24 * 10**9),
         ("1.5 g", 1_500_000_000),
         ("512MiB", 512 << 20),
+        ("1TiB", 1 << 40),
+        ("80GIB", 80 << 30),
     ],
 )
 def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
     assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "141", "-1", "1e400GB", "1e3000", "nan", "12,5GB", "9999999TB"])
+def test_sizes_that_no_gpu_has_are_refused(text: str) -> None:
+    refused = CliRunner().invoke(app, ["plan", "none", "--device-memory", text])
+    assert refused.exit_code == 2
+    assert "--device-memory" in refused.output
+
+
+@pytest.mark.parametrize(
+    "flag", ["--max-seqs", "--max-len", "--max-step-tokens", "--kv-pages", "--gpu-memory"]
+)
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_options_that_hold_nothing_are_refused_by_name(flag: str, value: str) -> None:
+    refused = run("none", "--device-memory", "2GB", flag, value)
+    assert refused.exit_code == 2
+    assert "error: --" in refused.output
+
+
+def test_serve_takes_every_flag_by_every_name_that_plan_has_for_it() -> None:
+    commands = {
+        command.name: {option.name: set(option.opts) for option in command.params}
+        for command in get_command(app).commands.values()
+    }
+    shared = {item.name for item in fields(PlannedOptions)}
+    assert {name: commands["serve"][name] for name in shared} == {
+        name: commands["plan"][name] for name in shared
+    }
 
 
 def test_the_allowance_covers_every_graph_that_a_width_may_have(tmp_path: Path) -> None:
