@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.errors import ModelError
 from engine.options import EngineOptions
 from engine.plan_report import DeviceFigures, plan_engine_for, read_model
 
@@ -73,4 +74,8 @@ def measure_products(
 
 
 def _within(rows: Sequence[int] | None, most: int) -> list[int]:
+    """Raises ModelError for a number asked for that no step of the engine has."""
+    beyond = [count for count in rows or () if not 1 <= count <= most]
+    if beyond:
+        raise ModelError(f"No step has {beyond[0]} rows: with these options there are 1 … {most}.")
     return [count for count in rows or ROWS if count <= most]

@@ -128,3 +128,11 @@ def test_the_command_shows_ways_without_a_gpu(tmp_path: Path) -> None:
     figures = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert [figure["product"] for figure in figures] == list(PRODUCTS)
     assert all(figure["microseconds"] is None for figure in figures)
+
+
+def test_the_command_refuses_rows_that_no_step_has(tmp_path: Path) -> None:
+    arguments = ["bench", "plans", str(checkpoint(tmp_path)), "--device-memory", "2GB", "--rows", "16"]
+    refused = CliRunner().invoke(app, [*arguments, "--rows", "65", "--max-step-tokens", "64"])
+    assert refused.exit_code == 1
+    assert "No step has 65 rows" in refused.output
+    assert "1 … 64" in refused.output
