@@ -196,7 +196,7 @@ export declare type WorkerStatus = Message<"slipstream.v1.WorkerStatus"> & {
   preemptions: bigint;
 
   /**
-   * Bytes by purpose: "weights", "kv_cache", "workspace", ...
+   * Bytes by purpose: "weights", "kv_pages", "activations", ...
    *
    * @generated from field: map<string, uint64> memory_plan = 19;
    */
