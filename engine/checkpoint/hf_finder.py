@@ -9,7 +9,7 @@ from functools import partial
 
 from engine.checkpoint.naming import CanonicalName, hf_name, parse
 from engine.checkpoint.resolve import Found, matches_any
-from engine.checkpoint.scales import ScaleLayout, is_scale, read_plain, scale_layout
+from engine.checkpoint.scales import ScaleLayout, is_scale, read_scale, scale_layout
 from engine.checkpoint.tensor import SourceTensor, Tensor
 from engine.config import ModelConfig, WeightFormat
 from engine.errors import CheckpointError
@@ -160,7 +160,7 @@ def _load(
     data = source.read().reshape(shape[0] if len(shape) > 1 else 1, -1)
     if scale is None or layout is None:
         return Tensor(canonical, TensorType(source.type), shape, data)
-    values = read_plain(scale).reshape(layout.shape)
+    values = read_scale(scale).reshape(layout.shape)
     return Tensor(canonical, TensorType(source.type), shape, data, values, layout.block)
 
 
@@ -186,6 +186,6 @@ def _load_expert(
     tensor = Tensor(canonical, TensorType(source.type), shape, data[first : first + shape[0]])
     if scale is None or layout is None:
         return tensor
-    all_scales = read_plain(scale).reshape(-1, *layout.shape)
+    all_scales = read_scale(scale).reshape(-1, *layout.shape)
     own = all_scales[place.expert if len(all_scales) > 1 else 0]
     return replace(tensor, scale=layout.rows(own, place.first, shape[0]), scale_block=layout.block)

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.tensor import SourceTensor
 from engine.config import WeightFormat, WeightScheme
+from engine.errors import CheckpointError
 from engine.quantization.decode import decode
 from engine.quantization.tensor_type import TensorType
 
@@ -55,6 +56,15 @@ def scale_layout(
 def is_scale(source: SourceTensor) -> bool:
     """Whether its elements can be a scale's."""
     return source.type in _SCALE_TYPES
+
+
+def read_scale(source: SourceTensor) -> NDArray[np.float32]:
+    """A scale's elements, float32 [n]. Raises CheckpointError, naming it, if one is no number."""
+    values = read_plain(source)
+    if not np.isfinite(values).all():
+        index = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise CheckpointError(f"scale {source.name!r} has {values[index]} at {index}: it must be finite")
+    return values
 
 
 def read_plain(source: SourceTensor) -> NDArray[np.float32]:

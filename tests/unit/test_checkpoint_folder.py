@@ -370,6 +370,25 @@ def test_fp8_weights(scheme: str, suffix: str, quantization: dict[str, Any], fol
     assert checkpoint.unused == ("model.layers.0.self_attn.q_proj.input_scale",)
 
 
+@pytest.mark.parametrize("scheme", ["tensor", "row", "block"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_scale_that_is_no_number(scheme: str, wrong: float, folder: Path) -> None:
+    quantization = {
+        "tensor": _compressed("tensor"),
+        "row": _compressed("channel"),
+        "block": {"quant_method": "fp8", "weight_block_size": [48, 40]},
+    }[scheme]
+    tensors = _tensors(folder)
+    _quantise(tensors, scheme, (48, 40), "_scale")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    tensors[name] = np.array(tensors[name])
+    tensors[name].reshape(-1)[-1] = wrong
+    write_safetensors(folder / "model.safetensors", tensors)
+    checkpoint = open_checkpoint(_set_config(folder, quantization_config=quantization))
+    with pytest.raises(CheckpointError, match=r"up_proj\.weight_scale.*must be finite"):
+        checkpoint.tensor("layers.0.feed_forward.up.weight")
+
+
 @pytest.mark.parametrize("scale_shape", [(63, 1), (2,), (2, 3), (64, 64)])
 def test_fp8_scales_that_do_not_fit(scale_shape: tuple[int, ...], folder: Path) -> None:
     def change(tensors: Tensors) -> None:
