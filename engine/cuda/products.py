@@ -23,11 +23,6 @@ from kernels.q4_gemm import q4_gemm
 from kernels.skinny import MAX_FUSED_NORM_ROWS, MAX_ROWS, Finish, FusedNorm, WeightKind, fits, skinny_product
 from kernels.tensor import Tensor
 
-FP8_SKINNY_ROWS = 1
-"""Rows of FP8 products that stay with kernels/skinny.cu, and in bf16. 8 of them took an H200 41 µs a layer of
-the Qwen3-1.7B shape and 120 of the 8B shape; e4m3 by cuBLASLt takes 35 and 68 with 64 rows,
-quantising included. One row, with its norms fused, takes 38 with attention."""
-
 
 class Arm(StrEnum):
     """A way to compute a product."""
@@ -41,7 +36,7 @@ class Arm(StrEnum):
     CUBLASLT = "cublaslt"
     """bf16 weights, many rows."""
     FP8 = "fp8"
-    """FP8 weights and rows of x, by cuBLASLt: more than FP8_SKINNY_ROWS. See products_fp8.py."""
+    """FP8 weights and rows of x, by cuBLASLt: more rows than SKINNY takes. See products_fp8.py."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +68,7 @@ def pick_arm(parts: Parts, rows: int, weight: Weight, finish: Finish = Finish.ST
             return Arm.SKINNY
         return Arm.Q4_GEMM if q4_fits(parts.limits, rows, n, k) else Arm.DEQUANTISED
     if isinstance(weight, Fp8Rows):
-        is_few = rows <= FP8_SKINNY_ROWS and fits(rows, n, k, finish, WeightKind.FP8)
-        return Arm.SKINNY if is_few else Arm.FP8
+        return Arm.SKINNY if fits(rows, n, k, finish, WeightKind.FP8) else Arm.FP8
     return Arm.SKINNY if parts.skinny and fits(rows, n, k, finish) else Arm.CUBLASLT
 
 

@@ -131,7 +131,7 @@ def main() -> None:
     for name in options.models:
         model = MODELS[name]
         for kind in map(WeightKind, options.kinds):
-            for rows in options.rows:
+            for rows in (rows for rows in options.rows if rows <= kind.max_rows):
                 for product, n, k, finish in model.products():
                     bench.alone(kind, rows, n, k, finish, DType.BF16, product)
                 bench.alone(kind, rows, model.vocab, model.hidden, Finish.STORE, DType.F32, "head")

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from engine.checkpoint import open_checkpoint
-from engine.cuda.products import FP8_SKINNY_ROWS
 from engine.interface import Engine, Sampling, TokenLogprobs
 from engine.options import EngineOptions, KvDtype, Precision
 from engine.reference import ReferenceEngine
+from kernels.skinny import WeightKind
 from tests.cuda_scenarios import checkpoint, options, prompt
 from tests.parity.reference_driver import Driver
 
@@ -86,7 +86,7 @@ def _decode_error(engine: Engine, chosen: EngineOptions, rows: int) -> float:
     driver.decode(STEPS, *range(rows))
     errors = []
     for slot in sorted({0, rows // 2, rows - 1}):
-        forced = _reference(chosen, rounds_rows=rows > FP8_SKINNY_ROWS)
+        forced = _reference(chosen, rounds_rows=rows > WeightKind.FP8.max_rows)
         tokens = [*prompt(2, seed=slot), *driver.tokens[slot]]
         forced.start(0, tokens, Sampling(temperature=0.0, prompt_logprobs=ALTERNATIVES))
         forced.prefill(0)

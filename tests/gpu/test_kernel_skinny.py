@@ -163,9 +163,10 @@ def test_unit_vectors(gpu: Gpu, kind: WeightKind) -> None:
     else:
         exact = (codes / 256).astype(BF16).astype(np.float64)
         weight = gpu.upload(exact.astype(BF16))
-    for first in range(0, 32, 8):
-        x = np.zeros((8, 32), BF16)
-        x[np.arange(8), first + np.arange(8)] = 1
-        y: Tensor = gpu.empty((8, 16), DType.F32)
+    rows = kind.max_rows
+    for first in range(0, 32, rows):
+        x = np.zeros((rows, 32), BF16)
+        x[np.arange(rows), first + np.arange(rows)] = 1
+        y: Tensor = gpu.empty((rows, 16), DType.F32)
         gpu.run(skinny_product(gpu.library, gpu.limits, x=gpu.upload(x), weight=weight, y=y))
-        np.testing.assert_array_equal(gpu.download(y), exact[:, first : first + 8].T.astype(np.float32))
+        np.testing.assert_array_equal(gpu.download(y), exact[:, first : first + rows].T.astype(np.float32))
